@@ -314,8 +314,8 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     classes.add_argument("--class-names", type=Path, metavar="FILE", help=text)
     classes.add_argument("--class-order", **CLASS_ORDER)
     for key, feature, others in (
-        ("image", "image/encoded", "MDS's column"),
-        ("label", "image/class/label", "MDS's column, or WebDataset's field of KEY.json"),
+        ("image", "image/encoded", "a column of MDS or of a table"),
+        ("label", "image/class/label", "a column of MDS or of a table, or WebDataset's field of KEY.json"),
     ):
         text = f"the feature that holds the {key} (default: {feature}); {others}"
         parser.add_argument(f"--{key}-key", metavar="NAME", help=text)

@@ -222,6 +222,23 @@ DATASETS: dict[str, Converter] = {
         arguments=_columns("x or image", "y or label"),
         files=r"shard\.\d+\.mds",
     ),
+    "table": Converter(
+        help="A table (.csv, .tsv) with a heading, such as file,label: image files below its directory, and labels; "
+        "a column split, if there is one, says train, val or test.",
+        load=_listed_by("dali_train.extras.formats.table:table"),
+        arguments={
+            "--source": {"type": Path, "required": True, "metavar": "FILE", "help": "the table"},
+            **_HELD_OUT,
+            "--class-names": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "the labels in their order, one per line, or the names of labels that are numbers from 0",
+            },
+            "--image-key": {"metavar": "NAME", "help": "the column of the files (default: file, path, image, ...)"},
+            **_label_key("the column of the labels (default: label, class, category, ...)"),
+        },
+        applies_orientation=True,
+    ),
     "cifar10": Converter(
         help="CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",
         load=lambda o: _small("cifar10", o.source),
@@ -352,14 +369,14 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
     )
 
 
-InPlace = Literal["folder", "webdataset", "mds"]
+InPlace = Literal["folder", "webdataset", "mds", "table"]
 """A converter whose listing can be indexed in place."""
 
 
 def in_place(root: Path) -> InPlace | None:
     """Return how what lies at `root` can be indexed in place, judged only by the names of files."""
     if root.is_file():
-        return in_place_by_names([root.name])
+        return "table" if root.suffix.lower() in (".csv", ".tsv") else in_place_by_names([root.name])
     names, below = _look(root)
     if _has_tfrecords(names, below):
         return None

@@ -1,16 +1,20 @@
 """``dali-train init``: write a config file that suits a dataset and the machine, with comments that explain it."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
-from dali_train.files import temporary_directory
+from dali_train.extras.init.pretrained import Pretrained, describe_weights
+from dali_train.extras.init.trial import measure
+from dali_train.files import temporary_directory, write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration, plural, printable
 from dali_train.training.cost import FASTER, bf16_speedup, estimate_memory, seconds_per_image
@@ -25,69 +29,123 @@ _HOURS_ON_CPU = 1.0
 _FEWEST_EPOCHS = 10
 
 
-@dataclass(frozen=True)
+_STEPS_PER_EVALUATION = 50
+"""An epoch of a few images is shorter than its evaluation and its checkpoint: there are at least so many steps between
+two evaluations, and five evaluations."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """What depends on the machine."""
+    """What the dataset, the machine and the user decide beside the images."""
 
     on_cpu: bool
+    network: str | None  # the user's choice, or that of the weights; None: by the dataset and the machine
+    pretrained: Pretrained | None
+    has_batch_norm: bool
     micro_batch: int
     reason: str  # for the micro-batch
-    epochs: int
+    epochs: float
     epochs_reason: str
     bf16: bool = False
     bf16_reason: str = "faster on GPUs since Ampere"
 
 
-def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) -> None:
+def write_config(
+    root: str,
+    output: Path | None,
+    *,
+    gpu_memory_gb: float | None = None,
+    model: str | None = None,
+    weights: str | None = None,
+    seconds: float | None = None,
+    run_dir: str | None = None,
+    num_processes: int | None = None,
+) -> None:
     """Write a config file for the dataset in `root`, and print a description of the dataset.
 
     Args:
         output: a file that does not exist yet; None: the dataset's name, in the current directory.
         gpu_memory_gb: memory of the GPU to train on; None: of this machine's GPU.
+        model: timm's name of the network; None: by the weights, or the images and the machine.
+        weights: pretrained weights, as for model.weights.
+        seconds: how long the run may take on this machine, which is tried; None: long enough for a good accuracy, and
+            on a CPU at most an hour.
+        run_dir: of the run; None: runs/NAME of the file.
+        num_processes: on this machine, where `seconds` are measured; None: one.
 
     Raises:
-        ConfigError: the file exists, or not even one image fits into the memory.
+        ConfigError: the file exists, nothing tells which network the weights are for, not even one image fits into the
+            memory, or nothing can be trained in `seconds`.
         DatasetError: the dataset does not exist, or is damaged.
     """
     if not is_remote(root):
         root = str(Path(root))
     output = checked_output(root, output)
+    run_dir = run_dir or f"runs/{output.stem}"
     split = Split(root, "train")
+    pretrained = describe_weights(weights, model) if weights is not None else None
     is_here = gpu_memory_gb is None  # the machine to train on is this one
     if is_here and torch.cuda.is_available():
         gpu_memory_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
-    most = 90 if len(split) >= 200_000 else 200
+    most = _usual_epochs(split, pretrained)
     on_cpu = gpu_memory_gb is None
-    enough = "enough steps for a network with random initial weights"
-    choice = _Choice(on_cpu, _ON_CPU, "enough to keep a CPU busy", most, enough)
-    config = _loaded(_config_file(split, root, output, choice))
-    model = build_model(config, split.num_classes, torch.device("meta"))
+    enough = f"enough steps for {'pretrained weights' if pretrained else 'a network with random initial weights'}"
+    choice = _Choice(
+        on_cpu=on_cpu,
+        network=pretrained.model if pretrained else model,
+        pretrained=pretrained,
+        has_batch_norm=True,
+        micro_batch=_ON_CPU,
+        reason="enough to keep a CPU busy",
+        epochs=most,
+        epochs_reason=enough,
+    )
+    config = _loaded(_config_file(split, root, output, run_dir, choice))
+    network = build_model(config, split.num_classes, torch.device("meta"))
+    if not any(isinstance(layer, _BatchNorm) for layer in network.modules()):
+        choice = replace(choice, has_batch_norm=False)
+        config = _loaded(_config_file(split, root, output, run_dir, choice))
     if gpu_memory_gb is not None:
-        largest = estimate_memory(config, model).largest_micro_batch(gpu_memory_gb * 1e9, config.batch.global_batch)
+        largest = estimate_memory(config, network).largest_micro_batch(gpu_memory_gb * 1e9, config.batch.global_batch)
         if largest is None:
             raise ConfigError(f"--gpu-memory is {gpu_memory_gb:g} GB, which does not fit one image: use a larger GPU")
         reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
-        choice = _Choice(on_cpu, largest, reason, most, enough)
-    message = f"{output}: {_describe(split)}"
-    if is_here and on_cpu and (speedup := bf16_speedup(config, model, split.num_classes)) >= FASTER:
+        choice = replace(choice, micro_batch=largest, reason=reason)
+    if is_here and on_cpu and (speedup := bf16_speedup(config, network, split.num_classes)) >= FASTER:
         choice = replace(choice, bf16=True, bf16_reason=f"{speedup:.1f} times as fast as fp32 on this CPU")
-        config = config.replace({"precision.dtype": "bf16"})
-    if is_here:
+    config = _loaded(_config_file(split, root, output, run_dir, choice))
+    message = f"{output}: {_describe(split)}"
+    if seconds is not None:
+        trial = measure(config, split, seconds, num_processes)
+        fitting = min(trial.epochs_in(config, len(split), seconds), 5 * most)
+        needed_s = trial.run_s(config, len(split), fitting)
+        choice = replace(choice, epochs=fitting, epochs_reason=f"about {duration(needed_s)} on this machine, as tried")
+        message += f"\n{fitting:g} epochs will take about {duration(needed_s)}: {_describe_rate(config, trial.step_s)}"
+    elif is_here:
         device = torch.device("cpu" if on_cpu else "cuda")
         epoch_s = len(split) * seconds_per_image(config, split.num_classes, device, choice.micro_batch)
         if on_cpu:
-            fitting = max(_FEWEST_EPOCHS, min(most, int(_HOURS_ON_CPU * 3600 / epoch_s)))
+            fitting = max(min(_FEWEST_EPOCHS, most), min(most, int(_HOURS_ON_CPU * 3600 / epoch_s)))
             reason = enough if fitting == most else f"about {duration(fitting * epoch_s)} here; {most} are better"
             choice = replace(choice, epochs=fitting, epochs_reason=reason)
         message += (
             f"\nabout {duration(epoch_s)} per epoch on this machine's {'CPU' if on_cpu else 'GPU'}, "
-            f"{duration(choice.epochs * epoch_s)} for {choice.epochs} epochs"
+            f"{duration(choice.epochs * epoch_s)} for {choice.epochs:g} epochs"
         )
         if on_cpu:
             message += ", with a small network; for a larger one and a GPU, add --gpu-memory GB"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(_config_file(split, root, output, choice), encoding="utf-8")
+    write_atomically(output, _config_file(split, root, output, run_dir, choice).encode())
     print(message)
+
+
+def _usual_epochs(split: Split, pretrained: Pretrained | None) -> int:
+    epochs = 90 if len(split) >= 200_000 else 200
+    return epochs // 10 if pretrained else epochs
+
+
+def _describe_rate(config: Config, step_s: float) -> str:
+    return f"{config.batch.global_batch / step_s:,.0f} images/s"
 
 
 def checked_output(root: str, output: Path | None) -> Path:
@@ -122,12 +180,18 @@ def _describe(split: Split) -> str:
     )
 
 
-def _images(split: Split, on_cpu: bool) -> tuple[list[str], bool]:
+def _images(split: Split, choice: _Choice) -> tuple[list[str], bool]:
     """Return the lines of the section data on sizes and crops, and whether the images are small."""
     heights, widths = split.rows["height"], split.rows["width"]
     side = int(np.median(np.minimum(heights, widths)))
+    largest = 128 if choice.on_cpu else 224
+    if choice.network is not None:  # which is made for photographs: small images are enlarged
+        return [
+            f"train_size={largest},  # pixels; the shorter side of the images is {side}",
+            f"eval_size={largest},",
+        ], False
     if side >= _SMALL:
-        size = min(128 if on_cpu else 224, side // 32 * 32)
+        size = min(largest, side // 32 * 32)
         return [
             f"train_size={size},  # pixels; the shorter side of the images is {side}",
             f"eval_size={size},",
@@ -156,12 +220,51 @@ _NETWORKS = {
 """(small images, on a CPU) -> lines of the section model."""
 
 
-def _config_file(split: Split, root: str, output: Path, choice: _Choice) -> str:
-    images, small = _images(split, choice.on_cpu)
-    network = _NETWORKS[small, choice.on_cpu]
+def _network(choice: _Choice, small: bool) -> str:
+    """Return the lines of the section model on the network and its weights."""
+    if choice.network is None:
+        return _NETWORKS[small, choice.on_cpu]
+    lines = [f"name={json.dumps(choice.network)},"]
+    if choice.pretrained is not None:
+        lines.append(f"weights={json.dumps(choice.pretrained.weights)},")
+        lines += [f"kwargs={choice.pretrained.kwargs!r},"] if choice.pretrained.kwargs else []
+    return "\n        ".join(lines)
+
+
+def _optimizer(choice: _Choice) -> str:
+    """Return the line of the section optimizer, with a comment above it."""
+    if choice.has_batch_norm:
+        rate, of = (0.01, "fine-tuning ResNets") if choice.pretrained else (0.1, "ResNets")
+        return f"""# The usual learning rate of {of} for a batch of 256 images; it is scaled to the batch below.
+    optimizer=OptimizerConfig(name="sgd", lr={rate}, scale_lr="linear", weight_decay=5e-4, clip_grad_norm=None),"""
+    if choice.pretrained is not None:
+        return """# The usual learning rate of fine-tuning transformers, lower for earlier layers.
+    optimizer=OptimizerConfig(name="adamw", lr=5e-4, weight_decay=0.05, layer_decay=0.7),"""
+    return """# A usual learning rate of networks without BatchNorm; it is scaled to the batch below.
+    optimizer=OptimizerConfig(name="adamw", lr=5e-4, scale_lr="sqrt", weight_decay=0.05),"""
+
+
+def _evaluate_every(split: Split, batch: int, epochs: float) -> int:
+    """Return the epochs between two evaluations, see `_STEPS_PER_EVALUATION`."""
+    steps_per_epoch = len(split) / batch
+    return max(1, min(math.ceil(_STEPS_PER_EVALUATION / steps_per_epoch), int(epochs) // 5))
+
+
+def _config_file(split: Split, root: str, output: Path, run_dir: str, choice: _Choice) -> str:
+    images, small = _images(split, choice)
+    pretrained = choice.pretrained
+    normalise = json.dumps(pretrained.normalise) if pretrained else '"imagenet"'
+    if pretrained is not None:
+        images.append(f'interpolation="{pretrained.interpolation}",')
+    network = _network(choice, small)
     batch = 256 if len(split) >= 50_000 else 128 if len(split) >= 5_000 else 64
     data = "\n        ".join(images)
-    file, run = printable(str(output)), f"runs/{output.stem}"
+    file, run = printable(str(output)), run_dir
+    every = _evaluate_every(split, batch, choice.epochs)
+    length = f"epochs={choice.epochs:g},  # {choice.epochs_reason}"
+    if every > 1:
+        length += f"\n        eval_every_epochs={every},  # an epoch has only {math.ceil(len(split) / batch)} steps"
+        length += f"\n        checkpoint_every_steps={math.ceil(every * len(split) / batch)},"
     return f"""# {_describe(split)}.
 #
 #     dali-train plan --config {file}
@@ -176,23 +279,22 @@ config = Config(
     data=DataConfig(
         root={json.dumps(root)},
         {data}
-        normalise="imagenet",
+        normalise={normalise},
     ),
     model=ModelConfig(
         {network}
         init="portable",  # the same initial weights on every machine
         channels_last=True,
     ),
-    # The usual learning rate of ResNets for a batch of 256 images; it is scaled to the batch below.
-    optimizer=OptimizerConfig(name="sgd", lr=0.1, scale_lr="linear", weight_decay=5e-4, clip_grad_norm=None),
-    schedule=ScheduleConfig(name="cosine", warmup_epochs={min(5, choice.epochs // 5)}),
+    {_optimizer(choice)}
+    schedule=ScheduleConfig(name="cosine", warmup_epochs={min(5, choice.epochs // 5):g}),
     loss=LossConfig(label_smoothing=0.1),
     # Images per step on all GPUs together, and per pass on one GPU: {choice.reason}.
     batch=BatchConfig(global_batch={batch}, micro_batch={min(batch, choice.micro_batch)}),
     {"" if choice.bf16 else "# "}precision=PrecisionConfig(dtype="bf16"),  # {choice.bf16_reason}
     run=RunConfig(
         dir={json.dumps(run)},
-        epochs={choice.epochs},  # {choice.epochs_reason}
+        {length}
     ),
 )
 """

@@ -11,6 +11,7 @@ from dali_train.commands.arguments import (
     refuse_settings,
 )
 from dali_train.commands.boundary import importing
+from dali_train.errors import ConfigError
 from dali_train.runtime.status import FINISHED
 
 
@@ -32,12 +33,28 @@ def add_predict_command(commands: Commands) -> None:
         metavar="FILE",
         help="write a table of the images (default: of the validation split) with their top 5 classes",
     )
+    predict.add_argument(
+        "--mistakes",
+        type=Path,
+        metavar="FILE",
+        help="print the accuracy by class on the validation split, and draw its five worst mistakes into this PNG file",
+    )
     add_choice_of_weights(predict)
 
 
 def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     refuse_settings(options, overrides)
     load_user_extensions(options)
+    if options.mistakes is not None:
+        if options.images or options.picture is not None or options.csv is not None or options.decoder != "dali":
+            raise ConfigError(
+                "--mistakes is of the validation split, as training decodes it: leave IMAGE and the other options out"
+            )
+        with importing(f"dali-train {options.command}"):
+            from dali_train.extras.predict.mistakes import show_mistakes
+
+        show_mistakes(options.run_dir, options.mistakes, options.checkpoint, options.weights)
+        return FINISHED
     with importing(f"dali-train {options.command}"):
         from dali_train.extras.predict.classify import print_predictions
 

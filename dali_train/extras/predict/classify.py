@@ -125,7 +125,7 @@ class _Classifier:
                 keep,
             )
         with temporary_directory() as directory:
-            return _classify(self.model, _with_dali(_as_split(contents, directory), self.data), self.data, keep)
+            return _classify(self.model, batches_of(_as_split(contents, directory), self.data), self.data, keep)
 
 
 def predict(
@@ -271,7 +271,7 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
             f"{data.root} holds raw pixels, so there are no decoders to compare: name image files to classify"
         )
     labels = split.rows["label"].astype(np.int64)
-    dali = _classify(trained.model, _with_dali(split, data), data, keep=_IN_TABLE)
+    dali = _classify(trained.model, batches_of(split, data), data, keep=_IN_TABLE)
     numbers = np.arange(len(split))
     storage = open_storage(split, data)
     encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
@@ -306,16 +306,21 @@ def draw(picture: Path, predictions: ImagePredictions, names: Sequence[str], *, 
 def _classify(model: nn.Module, batches: Iterable[torch.Tensor], data: DataConfig, keep: int | None = None) -> Scores:
     """Return the classes, most likely first, and their probabilities, of `batches`, each (n, 3, size, size) float32 and
     normalised, over the views of data.eval_views; only the top `keep` classes."""
-    probabilities, classes, weights = [], [], VIEWS[data.eval_views]
+    probabilities, classes = [], []
     for images in batches:
-        logits = weighted_mean([model(view) for view in views_of(images, len(weights))], weights)
-        scores, numbers = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        scores, numbers = logits(model, images, data).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         probabilities.append(scores[:, :keep].clone())  # a view would hold the memory of all classes
         classes.append(numbers[:, :keep].clone())
     return torch.cat(classes).numpy(), torch.cat(probabilities).numpy()
 
 
-def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
+def logits(model: nn.Module, images: torch.Tensor, data: DataConfig) -> torch.Tensor:
+    """Return the mean logits, (n, classes), over the views of data.eval_views."""
+    weights = VIEWS[data.eval_views]
+    return weighted_mean([model(view) for view in views_of(images, len(weights))], weights)
+
+
+def batches_of(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
     """Yield batches of all images of `split`, exactly as an evaluation on the CPU sees them."""
     numbers = np.arange(len(split))
     batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]

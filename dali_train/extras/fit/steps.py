@@ -1,0 +1,251 @@
+"""The steps of `dali-train fit`, each of which is another command, and what is kept so that it can go on.
+
+``RUN/fit.json`` says what was asked for; a step is done when what it makes is there: ``RUN/dataset/dataset.json``,
+``RUN/fit.py``, a run that has finished, ``RUN/mistakes.png``, ``RUN/export/timm``. Whatever ends a step, the same
+command does it again, and each of them resumes.
+"""
+
+import argparse
+import ctypes
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dali_train.checkpoint.run_directory import RunDirectory
+from dali_train.data.dataset.manifest import Manifest, split_folders_among, splits_of_words
+from dali_train.errors import ConfigError, NoDatasetError
+from dali_train.files import ForeignFileError, read_json, write_atomically
+from dali_train.runtime.object_store import is_remote
+from dali_train.runtime.status import FINISHED, START_AGAIN, best_evaluation, decisive, read_status
+from dali_train.text import duration, printable
+
+_FRACTION = 0.2
+_AFTERWARDS_S = 45.0  # of --for, for mistakes and export, beside an evaluation
+_SHORTEST_S = 60.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MISTAKES = "mistakes.png"  # in RUN
+_LARGEST_NOTE = 1_000_000  # bytes
+_FEW_IMAGES = 5_000
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of dali-train, and whether what it makes is there already."""
+
+    words: list[str]
+    is_done: Callable[[], bool]
+
+    def describe(self) -> str:
+        return "dali-train " + " ".join(shlex.quote(printable(word)) for word in self.words)
+
+
+class Fit:
+    """One call of `dali-train fit`."""
+
+    def __init__(self, options: argparse.Namespace, overrides: Sequence[str]) -> None:
+        """
+        Args:
+            options: the parsed command line.
+            overrides: words of ``--section.field VALUE``, for `train`.
+        """
+        self._options, self._overrides = options, list(overrides)
+        self._out: Path = options.out
+        self._started = time.time()
+
+    def run(self) -> int:
+        """Do all steps that are left, print what there is now, and return the exit status.
+
+        Raises:
+            ConfigError: the source does not exist, or --out holds something else.
+            DatasetError: what the source holds is no dataset.
+        """
+        self._begin()
+        steps = list(self._steps())
+        for number, step in enumerate(steps, 1):
+            head = f"[{number}/{len(steps)}] {step.describe()}"
+            if step.is_done():
+                print(f"{head}  (done before)")
+                continue
+            print(head, flush=True)
+            status = _run(self._with_time_left(step.words))
+            if status != FINISHED:
+                return self._interrupted(status, step)
+        print(f"\n{self._summary()}")
+        return FINISHED
+
+    def _begin(self) -> None:
+        """Write fit.json, or compare it with the command. Raises ConfigError."""
+        options = self._options
+        if options.seconds is not None and options.seconds < _SHORTEST_S:
+            raise ConfigError(f"--for is {duration(options.seconds)}: use at least {duration(_SHORTEST_S)}")
+        asked = {
+            "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
+            "--validation-fraction": options.validation_fraction,
+            "--model": options.model,
+            "--weights": options.weights,
+            "--for": options.seconds,
+            "settings": self._overrides,
+        }
+        note = self._out / "fit.json"
+        try:
+            before = read_json(note, _LARGEST_NOTE)
+        except FileNotFoundError:
+            if self._out.exists() and not (self._out.is_dir() and not any(self._out.iterdir())):
+                raise ConfigError(f"--out {self._out} holds something else: name a new directory") from None
+            if not is_remote(options.source) and not Path(options.source).exists():
+                raise ConfigError(f"{options.source}: there is no such file or directory") from None
+            write_atomically(note, (json.dumps(asked, indent=1) + "\n").encode())
+            return
+        except ForeignFileError as error:
+            raise ConfigError(f"{note} is damaged ({error}): name another directory with --out") from None
+        for name, value in asked.items():
+            if before.get(name) != value:
+                raise ConfigError(
+                    f"--out {self._out} was begun with {name} {before.get(name)}, not {value}: start that command "
+                    "again, or name another directory with --out"
+                )
+
+    def _steps(self) -> Iterator[Step]:
+        out, options = self._out, self._options
+        dataset: Path | str = options.source
+        if not _is_dataset(options.source):
+            dataset = out / "dataset"
+            words = ["data", "index", options.source, "--out", str(dataset), *self._held_out()]
+            yield Step(words, (dataset / "dataset.json").exists)
+        config = out / "fit.py"
+        processes = _num_processes()
+        words = ["init", str(dataset), "--output", str(config), "--run-dir", str(out)]
+        for option in ("model", "weights"):
+            if (value := getattr(options, option)) is not None:
+                words += [f"--{option}", value]
+        if options.seconds is not None:
+            words += ["--for", f"{options.seconds:.0f}s", *processes]
+        yield Step(words, config.exists)
+        yield Step(["train", "--config", str(config), *processes, *self._overrides], self._is_trained)
+        mistakes = out / MISTAKES
+        yield Step(["predict", str(out), "--mistakes", str(mistakes)], mistakes.exists)
+        yield Step(["export", str(out)], (out / "export" / "timm" / "README.md").exists)
+
+    def _held_out(self) -> list[str]:
+        """Return the option that divides the source, unless it has a validation split."""
+        fraction, source = self._options.validation_fraction, self._options.source
+        if fraction is None and not is_remote(source) and _has_validation(Path(source)):
+            return []
+        return ["--validation-fraction", f"{_FRACTION if fraction is None else fraction:g}"]
+
+    def _is_trained(self) -> bool:
+        with suppress(OSError):
+            status = read_status(self._out)
+            return status is not None and status.state == "finished"
+        return False
+
+    def _with_time_left(self, words: list[str]) -> list[str]:
+        """Return the command of a step with what is left of --for, which counts from the start of `fit`."""
+        if words[0] != "init" or "--for" not in words:
+            return words
+        at = words.index("--for") + 1
+        left_s = self._options.seconds - (time.time() - self._started) - min(_AFTERWARDS_S, self._options.seconds / 4)
+        return [*words[:at], f"{max(1, round(left_s))}s", *words[at + 1 :]]
+
+    def _interrupted(self, status: int, step: Step) -> int:
+        if status in (START_AGAIN, 128 + signal.SIGINT, 128 + signal.SIGTERM) or status < 0:
+            print("stopped; the same `dali-train fit` goes on where it was", file=sys.stderr)
+            return START_AGAIN if status < 0 else status
+        print(
+            f"dali-train fit: `{step.describe()}` ended with status {status}, for the reason above; when it is mended, "
+            "the same `dali-train fit` goes on",
+            file=sys.stderr,
+        )
+        return status
+
+    def _summary(self) -> str:
+        """Return the last screen: the accuracy, where everything is, and what can be done next."""
+        run, out = RunDirectory(self._out), printable(str(self._out))
+        lines = [f"trained {printable(run.config.model.name)} for {run.config.run.epochs:g} epochs"]
+        if (best := best_evaluation(run.events, run.config.run.best_by)) is not None:
+            of = f"{best['num_images']:,} validation images"
+            lines[0] += f": top-1 {decisive(best, 'top1'):.2%} of {of} (step {best['step']})"
+        table = {
+            "model and card": f"{out}/export/timm",
+            "mistakes": f"{out}/{MISTAKES}" if (self._out / MISTAKES).exists() else "none",
+            "report": f"{out}/report/index.html",
+            "settings": f"{out}/fit.py",
+        }
+        lines += [f"  {name:<15} {value}" for name, value in table.items()]
+        lines += ["next:"]
+        lines += [
+            f"  dali-train {rest}"
+            for rest in (f"predict {out} IMAGE...", f"export {out} --format onnx", f"prove {out}")
+        ]
+        num_images = run.config.run.epochs and Manifest.read(run.config.data.root).splits["train"].num_records
+        if run.config.model.weights is None and num_images < _FEW_IMAGES:
+            lines.append(
+                f"{num_images:,} images are few for a network that begins with random weights: --weights FILE, or "
+                "--weights resnet18.a1_in1k where the Hugging Face Hub can be reached, needs a tenth of the epochs and "
+                "is far more accurate"
+            )
+        return "\n".join(lines)
+
+
+def _is_dataset(source: str) -> bool:
+    """Return whether there is an index already."""
+    if not is_remote(source):
+        return (Path(source) / "dataset.json").exists()
+    try:
+        Manifest.read(source)
+    except NoDatasetError:
+        return False
+    return True
+
+
+def _has_validation(source: Path) -> bool:
+    """Return whether the source has a validation split of its own, by the names of its folders or files."""
+    if not source.is_dir():
+        return False
+    folders = split_folders_among([path.name for path in source.iterdir() if path.is_dir()])
+    return "validation" in splits_of_words([*folders.values()]).values()
+
+
+def _num_processes() -> list[str]:
+    """Return the option that trains on all GPUs of this machine; none for one GPU, or none."""
+    import torch  # takes seconds
+
+    count = torch.cuda.device_count()
+    return ["--num-processes", str(count)] if count > 1 else []
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run a command of dali-train in a process of its own and return its exit status. It gets the signals that ask this
+    process to stop; Ctrl-C reaches it by itself, since both are in the terminal's foreground."""
+    process = subprocess.Popen([sys.executable, "-m", "dali_train", *words], preexec_fn=_end_with_parent)
+    with _passing_on(process):
+        return process.wait()
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel for SIGTERM when this process's parent ends, however it ends: a run then saves and stops."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def _passing_on(process: "subprocess.Popen[Any]") -> Iterator[None]:
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            process.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

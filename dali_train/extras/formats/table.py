@@ -1,0 +1,137 @@
+"""A table of image files and labels: CSV with a heading, as Kaggle and most labelling tools write it.
+
+::
+
+    file,label,split
+    images/0001.jpg,cat,train
+    images/0002.jpg,dog,val
+"""
+
+import csv
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from dali_train.data.convert.listing import Within, find_column, where_it_lies
+from dali_train.data.convert.sources import Directory, Image, ImageFiles, Images, SourceError, Sources, hold_out
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.manifest import (
+    SplitName,
+    SplitWord,
+    number_classes,
+    order_classes,
+    read_class_names,
+    split_word,
+    splits_of_words,
+)
+from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
+
+_FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image", "image_path", "image_id", "id")
+_LABEL_COLUMNS = ("label", "class", "class_name", "category", "target", "breed", "species")
+_SPLIT_COLUMNS = ("split", "set", "subset")
+
+
+def table(options: Namespace, within: Within = where_it_lies) -> Sources:
+    """Return the splits and the class names of the files that ``options.source`` names, each below its directory.
+
+    Classes are numbered by their names, whole numbers by their value. A column ``split`` with train, val and test
+    divides the images as these folders would.
+
+    Raises:
+        SourceError: no table, a column that is not there, a file that is missing, named twice or lies elsewhere, a row
+            without a label, or a split of another name.
+        DatasetError: ``options.class_names`` cannot be read, or lacks a class.
+    """
+    path: Path = options.source
+    rows = list(_rows(path, options.image_key, options.label_key))
+    labels = {row.label for row in rows}
+    is_numbered = all(label.isdecimal() for label in labels)
+    if options.class_names is not None:
+        names = read_class_names(options.class_names)
+        numbers = number_classes(labels, names, options.class_names)
+    else:
+        names = order_classes(labels, "natural" if is_numbered else "name")
+        numbers = {name: number for number, name in enumerate(names)}
+    words: set[SplitWord] = {row.split for row in rows if row.split is not None}
+    splits = splits_of_words(words) if words else {}
+    parts: dict[SplitName, list[Image | PassedOver]] = {}
+    for row in rows:
+        image = Image(f"{path.parent}/", row.file, 0, row.size, numbers[row.label])
+        if row.split is None or row.split in splits:
+            split: SplitName = "train" if row.split is None else splits[row.split]
+            parts.setdefault(split, []).append(image)
+        else:
+            parts.setdefault("train", []).append(PassedOver("", TEST_SPLIT))
+    read = Directory(path.parent).read
+    images = {split: Images(ImageFiles(part.copy, read), path.parent) for split, part in parts.items()}
+    return hold_out(images, options.validation_fraction, seed=options.seed), names
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of the table, checked."""
+
+    file: str  # below the table's directory
+    size: int  # in bytes
+    label: str
+    split: SplitWord | None  # None: the table has no such column
+
+
+def _rows(path: Path, image_key: str | None, label_key: str | None) -> Iterator[_Row]:
+    """Yield the rows. Raises SourceError."""
+    seen: dict[str, int] = {}
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            columns = dict.fromkeys(reader.fieldnames or (), "text")
+            if len(columns) < len(reader.fieldnames or ()):
+                raise SourceError(f"{path}: two of its columns have one name: rename one of them")
+            image = find_column(path, columns, "--image-key", image_key, _FILE_COLUMNS)
+            label = find_column(path, columns, "--label-key", label_key, _LABEL_COLUMNS)
+            split = next((name for name in _SPLIT_COLUMNS if name in columns), None)
+            for line in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in line or None in line.values():
+                    raise SourceError(
+                        f"{where}: has not one cell under each of the {len(columns)} headings: correct it"
+                    )
+                name = _checked_file(path.parent, line[image].strip(), where)
+                if name in seen:
+                    raise SourceError(
+                        f"{where}: {name} is in line {seen[name]} already: an image has one label, so leave one out"
+                    )
+                seen[name] = reader.line_num
+                text = line[label].strip()
+                if not text:
+                    raise SourceError(f"{where}: {name} has no label: give it one, or leave it out")
+                size = (path.parent / name).stat().st_size
+                yield _Row(name, size, text, _checked_split(line[split], where) if split else None)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SourceError(f"{path}: cannot be read as a table ({reason}): use CSV in UTF-8 with a heading") from error
+    if not seen:
+        raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
+
+
+def _checked_file(directory: Path, name: str, where: str) -> str:
+    """Return the file's name below the table's directory. Raises SourceError: there is none."""
+    try:
+        below = PurePosixPath(name).relative_to(directory) if name.startswith("/") else PurePosixPath(name)
+    except ValueError:
+        below = PurePosixPath("..")
+    if not name or ".." in below.parts:
+        raise SourceError(
+            f"{where}: {name!r} does not lie below {directory}, the table's directory: put the table above its images"
+        )
+    for candidate in (str(below), *(f"{below}{suffix}" for suffix in sorted(IMAGE_SUFFIXES))):  # an id without suffix
+        if (directory / candidate).is_file():
+            return candidate
+    raise SourceError(f"{where}: there is no file {directory / below}: restore it, or leave the row out")
+
+
+def _checked_split(text: str, where: str) -> SplitWord:
+    word = split_word(text.strip())
+    if word is None:
+        raise SourceError(f"{where}: {text!r} is no split: use train, val or test")
+    return word

@@ -1,0 +1,201 @@
+"""`dali-train fit`: from images to a model, whatever interrupts it; and the parts that choose networks and lengths."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dali_train import cli
+from dali_train.config import load_config
+from dali_train.data.dataset.index import Split
+from dali_train.errors import ConfigError
+from dali_train.extras.init import _seconds
+from dali_train.extras.init.config_file import write_config
+from dali_train.extras.init.pretrained import describe_weights
+from dali_train.extras.init.trial import Trial
+from dali_train.runtime.status import START_AGAIN, read_status
+from tests.helpers import words
+
+CLASSES = {"dark": 60, "bright": 190}
+LENGTH = words("--run.epochs 60 --schedule.warmup_epochs 0 --run.checkpoint_every_steps 5 --run.eval_every_epochs 60")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of 30 small images that differ in brightness."""
+    directory = tmp_path_factory.mktemp("fit") / "photos"
+    generator = np.random.default_rng(0)
+    for name, mean in CLASSES.items():
+        (directory / name).mkdir(parents=True)
+        for number in range(30):
+            pixels = generator.normal(mean, 20, (16, 16, 3)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(directory / name / f"{number:02}.jpg")
+    return directory
+
+
+def start(source: Path, out: Path, *options: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "dali_train", "fit", str(source), "--out", str(out), *options, *LENGTH]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.slow
+def test_from_a_folder_to_a_model_through_kills(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = start(photos, out)
+    until_a_checkpoint(out)
+    first.kill()  # fit alone: what it started notices
+    first.wait()
+    second = start(photos, out)
+    time.sleep(2)
+    os.killpg(second.pid, signal.SIGTERM)  # in whatever step it is by now
+    assert second.wait() in (START_AGAIN, 128 + signal.SIGTERM, -signal.SIGTERM, 0)
+    printed, _ = (third := start(photos, out)).communicate()
+    assert third.returncode == 0, printed
+    assert read_status(out).state == "finished"  # type: ignore[union-attr]
+    assert next(line for line in printed.splitlines() if line.startswith("[1/5]")).endswith("(done before)")
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "start" for event in steps) >= 2, "it was not interrupted while it trained"
+    top1 = next(event["top1"] for event in steps if event["event"] == "eval")
+    assert f"top-1 {top1:.2%} of 12 validation images" in printed
+    assert (out / "export" / "timm" / "README.md").is_file() and (out / "report" / "index.html").is_file()
+    assert len(Split(out / "dataset", "train")) == 48 and (top1 == 1 or (out / "mistakes.png").is_file())
+    # Nothing is left to be done, and nothing else may be asked for in this directory.
+    assert cli.main(["fit", str(photos), "--out", str(out), *LENGTH]) == 0
+    assert cli.main(["fit", str(photos), "--out", str(out), "--model", "resnet18", *LENGTH]) == 2
+    assert cli.main(["fit", str(photos), "--out", str(photos), *LENGTH]) == 2
+
+
+def until_a_checkpoint(run: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not any((run / "checkpoints").glob("step-*/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("1h30m", 5400), ("90s", 90), ("2 h", 7200)])
+def test_times(text: str, seconds: float) -> None:
+    assert _seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["30", "", "m", "-1h", "1d", "half an hour"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(Exception, match="use hours, minutes and seconds"):
+        _seconds(text)
+
+
+def test_the_epochs_that_fit_into_a_time(photos: Path, tmp_path: Path) -> None:
+    assert cli.main(words(f"data index {photos} --out {tmp_path / 'index'} --validation-fraction 0.2")) == 0
+    write_config(str(tmp_path / "index"), tmp_path / "config.py", model="resnet18", gpu_memory_gb=16)
+    config = load_config(tmp_path / "config.py").replace({"run.eval_every_epochs": 2.0})
+    trial = Trial(start_s=10, step_s=2, evaluation_s=5, total_s=30)
+    num_images = 10 * config.batch.global_batch
+    for epochs in (1, 2, 3, 7):
+        exactly = trial.total_s + trial.run_s(config, num_images, epochs)
+        assert trial.epochs_in(config, num_images, exactly) == epochs
+        one_step_less = epochs - 1 if epochs > 1 else 0.9
+        assert trial.epochs_in(config, num_images, exactly - 0.1) == pytest.approx(one_step_less)
+    with pytest.raises(ConfigError, match="allow more time"):
+        trial.epochs_in(config, num_images, 40)
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    """A directory as `export` writes it."""
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("resnet50-0676ba61.pth", "resnet50"),
+        ("resnet50d_ra2-464e36ba.pth", "resnet50d"),
+        ("vit_base_patch16_224.augreg_in1k.safetensors", "vit_base_patch16_224"),
+    ],
+)
+def test_a_file_of_weights_is_named_after_its_network(name: str, model: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    assert describe_weights(str(tmp_path / name), None).model == model
+
+
+def test_which_network_weights_are_for(described: Path) -> None:
+    file = str(described / "model.safetensors")
+    assert describe_weights(file, None).model == "vit_tiny_patch16_224"
+    assert describe_weights(file, "resnet18").model == "resnet18"
+    published = describe_weights("timm/vit_base_patch16_224.augreg_in1k", None)
+    assert published.model == "vit_base_patch16_224" and published.normalise == "inception"
+    assert describe_weights("resnet18.a1_in1k", None).interpolation == "bicubic"
+    (described / "config.json").unlink()
+    for weights, message in ((file, "--model"), (str(described / "gone.pth"), "no such file"), ("resnet7", "timm")):
+        with pytest.raises(ConfigError, match=message):
+            describe_weights(weights, None)
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("resnet18", "sgd"), ("vit_tiny_patch16_224", "adamw")])
+def test_a_config_with_weights(model: str, optimizer: str, photos: Path, tmp_path: Path) -> None:
+    import timm
+
+    assert cli.main(words(f"data index {photos} --out {tmp_path / 'index'} --validation-fraction 0.2")) == 0
+    file = tmp_path / f"{model}.pth"
+    torch.save(timm.create_model(model, num_classes=5).state_dict(), file)
+    write_config(str(tmp_path / "index"), tmp_path / "config.py", weights=str(file), gpu_memory_gb=16)
+    config = load_config(tmp_path / "config.py")
+    assert (config.model.name, config.model.weights, config.optimizer.name) == (model, str(file), optimizer)
+    assert config.run.epochs == 20
+
+
+def table(directory: Path, *lines: str) -> Path:
+    for name in ("a.jpg", "b.jpg", "c.png", "d.jpg"):
+        (directory / "images").mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (len(name), 90, 200)).save(directory / "images" / name)
+    path = directory / "labels.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
+    return path
+
+
+def test_a_table_of_files_and_labels(tmp_path: Path) -> None:
+    rows = ("images/a.jpg,10,train", "images/b,9,train", "images/c.png,10,val", "images/d.jpg,9,test")
+    path = table(tmp_path, "file_name,class,split", *rows)
+    assert cli.main(words(f"data index {path} --out {tmp_path / 'index'}")) == 0
+    train, validation = (Split(tmp_path / "index", name) for name in ("train", "validation"))
+    assert train.manifest.class_names == ("9", "10")
+    labels: Any = {train.files.name(int(row["shard"])): int(row["label"]) for row in train.rows}  # type: ignore[union-attr]
+    assert labels == {"images/a.jpg": 1, "images/b.jpg": 0}
+    assert len(validation) == 1
+    assert cli.main(words(f"data convert table --source {path} --out {tmp_path / 'copy'}")) == 0
+    assert sorted(Split(tmp_path / "copy", "train").rows["label"].tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("file,label", "images/a.jpg,cat", "images/a.jpg,dog"), "is in line 2 already"),
+        (("file,label", "images/z.jpg,cat"), "there is no file"),
+        (("file,label", "../a.jpg,cat"), "does not lie below"),
+        (("file,label", "images/a.jpg,"), "has no label"),
+        (("file,label", "images/a.jpg,cat,dog"), "one cell under each of the 2"),
+        (("file,label", "images/a.jpg"), "one cell under each of the 2"),
+        (("file,label,split", "images/a.jpg,cat,later"), "is no split"),
+        (("file,kind", "images/a.jpg,cat"), "--label-key"),
+        (("file,label",), "has no rows"),
+        (("file,label,label", "images/a.jpg,cat,dog"), "have one name"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "",
+)
+def test_tables_that_are_refused(
+    lines: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words(f"data index {table(tmp_path, *lines)} --out {tmp_path / 'index'}")) == 2
+    assert message in capsys.readouterr().err
