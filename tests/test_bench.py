@@ -30,7 +30,7 @@ from tools.bench import gpu, simulate_scale, startup
 from tools.bench.check_ratios import Bound, report
 from tools.bench.generated import generated_jpeg, write_dataset
 from tools.bench.peers import CONTENDERS, Task, export_files
-from tools.bench.turns import take_turns
+from tools.bench.turns import chosen, take_turns
 from tools.bench.views import VIEWS
 
 
@@ -278,6 +278,13 @@ def test_components_are_compared_with_their_publications(
     differences = values["pixels to change for big_vision's"]
     assert float(differences[3]) < 0.1 < 0.3 < float(differences[0])
     assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+def test_a_contender_is_chosen_by_its_name_or_a_part() -> None:
+    names = ["ours", "ours slower", "peer a", "peer b"]
+    assert chosen(names, None) == names
+    assert chosen(names, ["ours", "peer"]) == ["ours", "peer a", "peer b"]
+    assert chosen(names, ["slow"]) == ["ours slower"]
 
 
 def test_the_library_yields_what_the_trainer_does(dataset: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)"
     )
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name is one of these, or holds it")
     parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="where copies in the peers' formats are written meanwhile"
     )

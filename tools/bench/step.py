@@ -109,7 +109,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--steps", type=int, default=4, metavar="N", help="timed optimizer steps a round (default: %(default)s)"
     )
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name is one of these, or holds it")
     parser.add_argument(
         "--profile", action="store_true", help="one more round with a profiler: time by class of kernel"
     )

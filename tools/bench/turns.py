@@ -144,8 +144,9 @@ def loading_config(
 
 
 def chosen(names: Iterable[str], words: Sequence[str] | None) -> list[str]:
-    """Return the names that contain one of `words`; without words, all of them."""
-    return [name for name in names if not words or any(word in name for word in words)]
+    """Return the names that contain one of `words`, or only the one that a word is; without words, all of them."""
+    names, words = list(names), words or [""]
+    return [name for name in names if any(name == word if word in names else word in name for word in words)]
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
