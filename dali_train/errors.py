@@ -60,6 +60,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return None
     if isinstance(error, OSError) and error.errno != errno.EBADF:  # a closed descriptor is a mistake of the program
         reason = error.strerror or str(error) or type(error).__name__
+        if error.errno == errno.ENAMETOOLONG:
+            return f"{str(error.filename)[:100]}...: {reason}: name another path", 2
         return (reason if error.filename is None else f"{error.filename}: {reason}"), 1
     if isinstance(error, MemoryError):
         return (

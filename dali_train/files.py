@@ -115,6 +115,23 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     return content
 
 
+_MAX_LIST_BYTES = 1 << 28  # a million names of 255 bytes
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a UTF-8 text, without space around them. A byte order mark is no part of it.
+
+    Raises:
+        OSError: the file, or the pipe, cannot be read, or is no list of names by its size.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with path.open("rb") as file:  # may be a pipe of the shell's: <(ls DIR)
+        content = file.read(_MAX_LIST_BYTES + 1)
+    if len(content) > _MAX_LIST_BYTES:
+        raise OSError(errno.EINVAL, f"is larger than {_MAX_LIST_BYTES:,} bytes", str(path))
+    return [line.strip() for line in content.decode("utf-8-sig").splitlines()]
+
+
 class ForeignFileError(UserError, ValueError):
     """A file that is not what it should be. The message names the file and what is wrong; callers add the remedy."""
 

@@ -9,6 +9,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from dali_train.data.convert.conversion import check_seed
 from dali_train.data.convert.image import StoredImage
 from dali_train.data.convert.sources import Image, Images, SourceError, Sources, printable
 from dali_train.data.dataset.index import Split
@@ -16,6 +17,7 @@ from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.storage import open_shards
 from dali_train.data.sampling.rng import shuffled
 from dali_train.extras.image_names import ImageNames
+from dali_train.files import read_lines
 
 _CLASSES_STREAM, _IMAGES_STREAM = 0x434C_4153_5345_53, 0x494D_4147_4553
 
@@ -65,8 +67,10 @@ def subset(
             validation split keeps all.
 
     Raises:
+        DatasetError: `seed` is none.
         SourceError: a class that is not there, or more classes than there are.
     """
+    check_seed(seed)
     manifest = Manifest.read(root)
     chosen = _chosen_classes(manifest, classes, class_list, seed)
     new_label = np.full(manifest.num_classes, -1, dtype=np.int32)
@@ -96,8 +100,7 @@ def _chosen_classes(manifest: Manifest, classes: int | None, class_list: Path | 
     if class_list is None:
         return list(range(manifest.num_classes))
     try:
-        text = class_list.read_text(encoding="utf-8-sig")
-        names = [line.strip() for line in text.splitlines() if line.strip()]
+        names = [name for name in read_lines(class_list) if name]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SourceError(f"--class-list {class_list}: cannot be read ({reason})") from error

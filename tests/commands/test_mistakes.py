@@ -296,6 +296,7 @@ MISTAKES: list[tuple[Mistake, str]] = [
         "nowhere.yaml: cannot be read as timm's args.yaml: No such file or directory\n",
     ),
     (f"status {__file__}", "test_mistakes.py: a file; use a run directory"),
+    (f"data index {'a/' * 2500}", "a/a/ ... File name too long: name another path"),
     ("plan --config vit-b16 --gpu-memory nan", "--gpu-memory is nan: use a number over 0"),
     ("plan --config vit-b16 --world_size -5", "--world-size is -5: use a number over 0"),
     ("init nowhere --gpu-memory inf", "--gpu-memory is inf: use a number over 0"),

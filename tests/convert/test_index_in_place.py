@@ -403,6 +403,22 @@ def test_what_changes_during_a_run_is_found(forms: Path, tmp_path: Path) -> None
             open_shards(split).prefetch(np.arange(len(split)))
 
 
+def test_a_file_that_vanishes_is_named_and_nothing_is_left(
+    forms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(forms / "tars", tmp_path / "tars")
+    make_table = index_in_place.make_table
+
+    def too_late(*words: Any) -> Any:
+        (tmp_path / "tars" / "val-0.tar").unlink()
+        return make_table(*words)
+
+    monkeypatch.setattr(index_in_place, "make_table", too_late)
+    data("index", tmp_path / "tars", "--out", tmp_path / "out", "--class-names", forms / "names", status=2)
+    assert f"{tmp_path}/tars/val-0.tar: cannot be read any more" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_index_resumes_and_lists_what_cannot_be_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,7 +484,9 @@ def test_what_cannot_be_indexed_in_place(
         ((forms / "folder",), "its images are read in place (folder): name a directory for the index with --out"),
         ((forms / "folder", "--out", forms / "folder" / "index"), "lies in DATASET"),
         ((forms / "folder", "--out", forms / "converted"), "holds a dataset with shards of its own"),
+        ((forms / "folder", "--out", "/proc/index"), "--out /proc/index: cannot be made (No such file or directory)"),
         ((forms / "folder", "--out", other), "holds thesis.tex: name a new directory"),
+        ((forms / "folder", *out, "--seed", 10**30), "--seed is 1"),
         ((forms / "folder", *out, "--label-base", 0), "--label-base: has no effect on images that are read in place"),
         ((forms / "converted", "--keep-order"), "--keep-order: has no effect on TFRecords"),
         ((compressed, *out), "is packed, and an image must be a range of bytes of a file"),

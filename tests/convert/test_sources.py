@@ -202,6 +202,7 @@ def test_broken_files(tmp_path: Path) -> None:
         ([SAMPLE[0], ("a/1.json", b"{}")], None, ":a/1", "name the field of a KEY.json with --label-key"),
         ([SAMPLE[0], ("a/1.cls", b"cat")], None, ":a/1.cls", "its label is 'cat': labels are whole numbers from"),
         ([SAMPLE[0], ("a/1.cls", b"-1")], None, ":a/1.cls", "its label is -1: labels are whole numbers from 0"),
+        ([SAMPLE[0], ("a/1.cls", b"1_0")], None, ":a/1.cls", "its label is '1_0': labels are whole numbers from 0"),
         ([SAMPLE[0], ("a/1.cls", b"9" * 5000)], None, ":a/1.cls", "9...: labels are"),
         ([SAMPLE[0], ("a/1.cls", b"\xff\0")], None, ":a/1.cls", "labels are whole numbers from 0 to 999,999"),
         ([SAMPLE[0], ("a/1.cls", b"3")], None, ":a/1.jpg", "its label is 3, and there are 3 class names"),

@@ -385,6 +385,25 @@ def test_predict_goes_on_past_files_that_are_none(
     assert "cannot be decoded" in predictions.unreadable[truncated]
 
 
+def test_a_name_that_is_no_text(finished: Path, photographs: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.jpg")
+    path.write_bytes(photographs[0].read_bytes())
+    table, picture = tmp_path / "table.csv", tmp_path / "picture.png"
+    assert main(["predict", str(finished), str(path), "--csv", str(table), "--picture", str(picture)]) == 0
+    assert table.read_text(encoding="utf-8").splitlines()[1].startswith(f"{tmp_path}/\\xff.jpg,") and picture.exists()
+
+
+def test_an_export_replaces_no_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose config.json has the name of a model's."""
+    before = (finished / "config.json").read_bytes()
+    checkpoint = finished / "checkpoints" / "newest"
+    for output, name in ((finished, "checkpoints"), (checkpoint, "manifest.json")):
+        assert main(["export", str(finished), "--output", str(output)]) == 2
+        assert f"--output {output}: holds {name} of a run or a dataset" in capsys.readouterr().err
+    assert (finished / "config.json").read_bytes() == before
+    assert main(["export", str(finished), "--output", str(finished / "config.json")]) == 2
+
+
 def test_photographs_are_turned_as_those_of_the_training_set(
     finished: Path, make_run: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:

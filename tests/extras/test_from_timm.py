@@ -408,6 +408,7 @@ MISTAKES = {
     "train.py --lr-base-size 0": "--lr-base-size 0: use a batch of 1 or more",
     "train.py --kd-model-name resnet18 --task-loss-weight 0 --distill-loss-weight 0": "leaves no loss: use weights",
     "train.py --mean 0.5": "--mean 0.5: use three numbers",
+    f"srun -n {'9' * 5000} train.py --lr 1": "which is no number here",
     "train.py --hflip 2": "data.horizontal_flip is 2.0: use a probability",
     "train.py 'x": "--from-timm: the command line cannot be split into words (No closing quotation)",
     "\nmodel_kwargs: {'a, b': 1}\n": "--from-timm: argument --model-kwargs: 'a, b' cannot be the name",

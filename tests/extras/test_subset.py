@@ -71,7 +71,9 @@ def test_mistakes(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "cannot be read (No such file or directory)" in message("--class-list", tmp_path / "nowhere")
     (tmp_path / "list").write_bytes(b"b\xea\n")
     assert f"--class-list {tmp_path}/list: cannot be read ('utf-8' codec" in message("--class-list", tmp_path / "list")
+    assert "--class-list /dev/zero: cannot be read (is larger than" in message("--class-list", "/dev/zero")
     assert "--images-per-class is 0: use at least 1" in message("--images-per-class", 0)
+    assert "--seed is -1: use 0 to 2**63 - 1" in message("--classes", 2, "--seed", -1)
 
 
 def test_a_dataset_without_names_or_file_names(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from dali_train.files import (
     write_atomically,
 )
 from dali_train.runtime.object_store import Bucket, MissingObjectError
-from dali_train.text import plural
+from dali_train.text import plural, shortened
 
 DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
 OnBad = Literal["fail", "skip"]
@@ -92,6 +92,12 @@ def default_num_shards(split: SplitName, *, num_images: int, num_bytes: int) -> 
     return min(DEFAULT_SHARDS[split], enough, num_images)
 
 
+def check_seed(seed: int) -> None:
+    """Raises DatasetError: it is no seed."""
+    if not 0 <= seed < 1 << 63:
+        raise DatasetError(f"--seed is {shortened(str(seed), 30)}: use 0 to 2**63 - 1")
+
+
 def shuffled_layout(num_images: int, num_shards: int, *, seed: int) -> list[NDArray[np.uint32]]:
     """Return the numbers of all images in random order, cut into shards that differ by at most one image."""
     order = shuffled(np.random.Philox(key=[seed, _SHARDS_STREAM]), num_images)
@@ -115,8 +121,7 @@ class Conversion:
     class_order: str | None = None  # see `class_order_of`
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 1 << 63:
-            raise DatasetError(f"--seed is {self.seed}: use 0 to 2**63 - 1")
+        check_seed(self.seed)
         for split, images in self.splits.items():
             num_images, num_shards = len(images.labels), self.num_shards.get(split)
             if num_images == 0:

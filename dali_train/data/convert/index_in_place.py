@@ -11,6 +11,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,14 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.convert.conversion import OnBad, explain_full_disk, locked, report_bad_images, shuffled_layout
+from dali_train.data.convert.conversion import (
+    OnBad,
+    check_seed,
+    explain_full_disk,
+    locked,
+    report_bad_images,
+    shuffled_layout,
+)
 from dali_train.data.convert.image import RawImage, orientation_of
 from dali_train.data.convert.listing import ListFile, Within, where_it_lies
 from dali_train.data.convert.shards import SPOILT_NOTE, BadImage, partial_path
@@ -51,7 +59,7 @@ from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import Bucket, StoredObject
-from dali_train.text import plural
+from dali_train.text import plural, printable
 
 _PORTION = 1000  # images; a kill loses some seconds of work
 _FORMATS = ("JPEG", "CMYK JPEG", *IMAGE_FORMATS[1:])
@@ -174,10 +182,14 @@ def index_in_place(task: IndexInPlace) -> list[str]:
         RunError: bad images and ``on_bad`` is fail, the disk is full, or the store does not answer.
         SourceError: a file is not what it should be, or changed meanwhile.
     """
+    check_seed(task.seed)
     check_name(str(task.source))
     _check_out(task.out)
     state, is_new = task.out / ".indexing", not task.out.exists()
-    task.out.mkdir(parents=True, exist_ok=True)
+    try:
+        task.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatasetError(f"--out {task.out}: cannot be made ({error.strerror}): name another directory") from None
     with locked(state, shared=False), explain_full_disk(task.out):
         try:
             index = _index_files if isinstance(task.source, Path) else _index_bucket
@@ -186,9 +198,10 @@ def index_in_place(task: IndexInPlace) -> list[str]:
                 upload_index(task.out, Bucket(task.url))
         finally:
             if not any(state.glob("*.npz")):  # nothing with which a later start would go on
-                shutil.rmtree(state)
-                if is_new and not any(task.out.iterdir()):
-                    task.out.rmdir()
+                with suppress(OSError):  # which would hide why it failed
+                    shutil.rmtree(state)
+                    if is_new and not any(task.out.iterdir()):
+                        task.out.rmdir()
         shutil.rmtree(state if task.url is None else task.out, ignore_errors=True)
     return lines
 
@@ -269,7 +282,10 @@ def _index(task: IndexInPlace, state: Path, listing: _Listing) -> list[str]:
     names: dict[str, int] = {}  # of the files -> their numbers
     rows = {split: _rows(task, listing, images, names) for split, images in listing.splits.items()}
     objects = None if listing.objects is None else [listing.objects[name] for name in names]
-    table = make_table(listing.root, [*names], objects)
+    try:
+        table = make_table(listing.root, [*names], objects)
+    except OSError as error:
+        raise SourceError(f"{printable(str(error.filename))}: cannot be read any more ({error.strerror})") from None
     if listing.measured is None:
         files = crc32c(table.data)
         measured = {

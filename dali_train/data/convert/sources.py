@@ -224,7 +224,7 @@ def read_range(image: Image) -> bytes:
 
 def checked_length(content: bytes, image: Image) -> bytes:
     if len(content) != image.size:
-        raise SourceError(f"{image.location}: has {len(content)} bytes, {image.size} when the conversion began")
+        raise SourceError(f"{image.location}: has {len(content)} bytes, {image.size} when it was listed")
     return content
 
 
@@ -346,7 +346,7 @@ class Directory:
             with open_regular(self.path / image.name) as file:  # it may have become a FIFO
                 content = file.read()
         except FileNotFoundError:
-            raise SourceError(f"{image.location}: vanished while converting") from None
+            raise SourceError(f"{image.location}: vanished since it was listed") from None
         except OSError as error:
             raise SourceError(
                 f"{image.location}: cannot be read ({error.strerror or error}): allow it, or restore it"

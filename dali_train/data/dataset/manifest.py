@@ -20,7 +20,7 @@ from crc32c import crc32c
 
 from dali_train.config.check import Count, Rule, from_json, require
 from dali_train.errors import ConfigError, DatasetError, NoDatasetError
-from dali_train.files import ForeignFileError, private_directory, read_json, write_atomically
+from dali_train.files import ForeignFileError, private_directory, read_json, read_lines, write_atomically
 from dali_train.runtime.object_store import Bucket, MissingObjectError, ObjectStoreError, is_remote
 
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; a label that is no class number must not claim memory for its names
@@ -329,13 +329,12 @@ def read_class_names(path: Path, option: str = "--class-names") -> list[str]:
         DatasetError: the file cannot be read, is empty, or has an empty or a duplicate line.
     """
     try:
-        names = path.read_text(encoding="utf-8-sig").splitlines()
+        names = read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DatasetError(
             f"{option} {path}: cannot be read ({reason}): use a text file in UTF-8, one name per line"
         ) from error
-    names = [name.strip() for name in names]
     if len({name for name in names if name}) < max(1, len(names)):
         raise DatasetError(f"{option} {path}: use one name per line, each class another")
     return names

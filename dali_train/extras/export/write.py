@@ -6,6 +6,7 @@ With --format timm it also writes a model card, so that the directory can be pub
 import importlib.util
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from itertools import groupby
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from timm.models import save_for_hf
 
 from dali_train.checkpoint.recipe import saved_recipe
-from dali_train.checkpoint.run_directory import RunDirectory, local_run
+from dali_train.checkpoint.run_directory import MANIFEST, RunDirectory, local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.commands.plan import changed_settings
 from dali_train.errors import ConfigError, RunError
@@ -31,6 +32,7 @@ from dali_train.training.model import describe_parameters
 TOLERANCE = 1e-4
 """The largest accepted difference of a logit, relative to the largest logit or 1."""
 
+_OTHERS = ("checkpoints", "metrics.jsonl", MANIFEST, "dataset.json")  # beside a config.json that is no model's
 _BATCH_SIZES = (1, 5)  # a traced graph may work for only one size
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,12 +49,14 @@ def export(
         checkpoint, weights: see `load_trained`.
 
     Raises:
-        ConfigError, CheckpointError: see `load_trained`; or the format needs a package that is not installed.
+        ConfigError, CheckpointError: see `load_trained`; or the format needs a package that is not installed, or
+            `output` holds a run or a dataset.
         RunError: the logits of the written model differ, or it cannot be written, for example on a full disk.
     """
     if output is None and is_remote(str(run)):
         raise ConfigError(f"export {run}: a bucket is only read, so name a directory to write to, --output DIR")
     output = output or Path(run) / "export" / format_name
+    _refuse_other(output)
     with local_run(run, checkpoint) as run_dir:
         trained = load_trained(run_dir, checkpoint, weights)
         card = model_card(trained, RunDirectory(run_dir)) if format_name == "timm" else None
@@ -69,6 +73,18 @@ def export(
         f"{output}: {trained.describe(str(run))}. Read back, its logits differ by {difference:.1e} at most (batches of "
         f"{' and '.join(map(str, _BATCH_SIZES))})"
     )
+
+
+def _refuse_other(output: Path) -> None:
+    """Raises ConfigError: it holds what an export would destroy, whose files have the same names, or it is a file."""
+    if os.path.lexists(output) and not output.is_dir():
+        raise ConfigError(f"--output {output}: is not a directory: name one")
+    found = [name for name in _OTHERS if (output / name).exists()]
+    if found:
+        raise ConfigError(
+            f"--output {output}: holds {found[0]} of a run or a dataset, whose files an export would replace: name "
+            "another directory"
+        )
 
 
 def _write(trained: TrainedModel, format_name: str, output: Path) -> float:

@@ -13,6 +13,7 @@ each column of no fixed size, then the columns' values.
 """
 
 import mmap
+import re
 import struct
 from argparse import Namespace
 from collections.abc import Iterator
@@ -124,6 +125,9 @@ def _suffix(file: Image) -> str:
     return PurePosixPath(file.name).suffix.lower()
 
 
+_WHOLE_NUMBER = re.compile("[+-]?[0-9]{1,20}")  # Python's int() takes 1_0 for ten, and digits of any script
+
+
 def _label(archive: Archive, file: Image, label_key: str | None) -> int:
     location = file.location
     if file.size > _MAX_LABEL_BYTES:
@@ -131,10 +135,12 @@ def _label(archive: Archive, file: Image, label_key: str | None) -> int:
     text = archive.read(file).decode(errors="backslashreplace").strip()
     label: object = text
     try:
-        label = int(text) if label_key is None else read_json(text.encode(), _MAX_LABEL_BYTES, name=location)[label_key]
-    except (ValueError, LookupError):
         if label_key is not None:
-            raise SourceError(f"{location}: has no field {label_key}: name another with --label-key") from None
+            label = read_json(text.encode(), _MAX_LABEL_BYTES, name=location)[label_key]
+        elif _WHOLE_NUMBER.fullmatch(text):
+            label = int(text)
+    except (ValueError, LookupError):
+        raise SourceError(f"{location}: has no field {label_key}: name another with --label-key") from None
     return checked_label(label, location)
 
 

@@ -1,6 +1,7 @@
 """``dali-train predict``: classify images by a run's model, decoded by DALI as in training, or by PIL as in most
 programs."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -240,7 +241,7 @@ def print_predictions(
         draw(picture, predictions, names, turns=trained.applies_orientation)
         print(picture)
     if table is not None:
-        rows = [[str(path)] for path in predictions.images]
+        rows = [[os.fsencode(path).decode(errors="backslashreplace")] for path in predictions.images]
         _write_likeliest(table, ["image"], rows, (predictions.classes, predictions.probabilities), names)
         print(table)
     if predictions.unreadable:
@@ -336,7 +337,7 @@ def batches_of(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
 def _as_split(images: Mapping[Path, bytes], directory: Path) -> Split:
     """Make `images` the validation split of a dataset in `directory`, so that they go through the same code."""
     records: list[tuple[bytes, dict[str, bytes | str | int]]] = [
-        (content, {"image/class/label": 1, "image/filename": str(path)}) for path, content in images.items()
+        (content, {"image/class/label": 1, "image/filename": os.fsencode(path)}) for path, content in images.items()
     ]
     write_records(directory / "validation" / "validation-00000-of-00001", records)
     build_index(directory, shows_progress=False)

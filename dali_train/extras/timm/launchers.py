@@ -95,7 +95,7 @@ def _number_behind(words: Sequence[str], options: Sequence[str], launcher: str) 
                 value = word.removeprefix(option)
             else:
                 continue
-            if not value.isdecimal() or int(value) == 0:
+            if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
                 raise _unreadable(launcher, f"has {option} {printable(value)}, which is no number here")
             return int(value)
     return None
