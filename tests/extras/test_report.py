@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 import socket
 import struct
@@ -197,6 +198,19 @@ def test_foreign_lines_are_named_and_ignored(tmp_path: Path, caplog: pytest.LogC
     assert len(columns(page, "Loss")["train/loss"]) == 3
     assert [int(number) for number in re.findall(r"metrics.jsonl, line (\d+): ", caplog.text)] == [2, 3, 4, 5, 6]
     assert f"{path}, line 6: a field of event &#x27;eval&#x27; is missing" in page and "(and 1 more)" in page
+
+
+def test_a_metrics_file_of_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not taken for a run's that has no line yet."""
+    run = write_run(tmp_path / "run", 3)
+    path = run / "metrics.jsonl"
+    path.write_bytes(bytes(range(256)))
+    assert main(["report", str(run)]) == 2
+    assert f"{path} is not what a run writes ({path}, line 1: " in capsys.readouterr().err
+    path.unlink()
+    os.mkfifo(path)
+    assert main(["report", str(run)]) == 2
+    assert f"{path} is not what a run writes ({path} is not a regular file)" in capsys.readouterr().err
 
 
 def test_no_secret_of_a_url_is_in_a_page(tmp_path: Path) -> None:

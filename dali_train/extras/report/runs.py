@@ -241,11 +241,14 @@ def load_run(directory: Path, label: str = "") -> ReportedRun:
     """Read a run directory.
 
     Raises:
-        ConfigError: it is not a run directory, or metrics.jsonl has no line yet.
+        ConfigError: it is not a run directory, or metrics.jsonl has no line yet, or none of a run.
     """
     run = ReportedRun(directory, label, thins=True)
     if not run.events:
         path = directory / METRICS
+        if run.foreign_lines or (path.exists() and not path.is_file()):
+            reason = run.foreign_lines[0] if run.foreign_lines else f"{path} is not a regular file"
+            raise ConfigError(f"{path} is not what a run writes ({reason}): put the run's own file there")
         raise ConfigError(f"{path} has no line yet: wait for the run's first hooks.log_every_steps steps")
     return run
 
