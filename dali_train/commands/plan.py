@@ -288,11 +288,10 @@ def print_pipeline(
 
 
 def describe_memory(memory: Memory) -> str:
-    kinds = "weights, gradients and optimizer"
+    kinds = "weights, gradients, optimizer and averages" if memory.average_bytes else "weights, gradients and optimizer"
     gathered = f" ({memory.weight_bytes / 1e9:.2f} GB weights between steps)" if memory.gathered_bytes else ""
-    copy = memory.weight_bytes + memory.optimizer_bytes
-    undo = f"; {copy / 1e9:.2f} GB to undo a step, once these are freed" if memory.keeps_copy else ""
-    activations = f"about {memory.activation_bytes / 1e9:.2f} GB activations{undo}"
+    update = f"{memory.update_bytes / 1e9:.2f} GB for the optimizer's step, once these are freed"
+    activations = f"about {memory.activation_bytes / 1e9:.2f} GB activations; {update}"
     return f"{memory.state_bytes / 1e9:.2f} GB {kinds}{gathered}, {activations}"
 
 
@@ -373,8 +372,10 @@ def draw_plan(config: Config, num_images: int, memory: Memory, picture: Path) ->
             "optimizer": memory.optimizer_bytes,
         }
         parts["activations, about"] = memory.activation_bytes
-        left = 0.0
-        for (name, size), colour in zip(parts.items(), ("#0072B2", "#56B4E9", "#009E73", "#E69F00"), strict=True):
+        if memory.average_bytes:
+            parts["averages"] = memory.average_bytes
+        left, colours = 0.0, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7")
+        for (name, size), colour in zip(parts.items(), colours, strict=False):
             bars.barh([""], [size / 1e9], left=left, color=colour, label=f"{name} {size / 1e9:.2f} GB")
             left += size / 1e9
         micro_batch = config.batch.micro_batch

@@ -51,7 +51,7 @@ _KERNELS = {
 _torchs_order: list[int] = []  # torch's own order of attention kernels, while another one is in force
 _aten = torch.ops.aten
 # Most of a block's arithmetic and about a third of its activations. Everything else is cheap to compute again.
-KEPT_RESULTS = [
+_KEPT_RESULTS = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten.convolution.default,
@@ -304,7 +304,7 @@ def _selectively(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **
     if not (block.training and torch.is_grad_enabled()):
         return forward(*inputs, **named)
     contexts = partial(
-        create_selective_checkpoint_contexts, KEPT_RESULTS if _draws_nothing_in_attention(block) else KEPT_RESULTS[:3]
+        create_selective_checkpoint_contexts, _KEPT_RESULTS if _draws_nothing_in_attention(block) else _KEPT_RESULTS[:3]
     )
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
