@@ -1,7 +1,9 @@
 """``python -m dali_train``, also as ``dali-train``."""
 
+import io
 import os
 import sys
+from typing import Any
 
 
 def main() -> int:
@@ -32,6 +34,19 @@ def _open_missing_streams() -> None:
                 os.close(nowhere)
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+    # What is said there changes no run's fate, and its end does not depend on a full disk or a reader who left.
+    errors = _Unfailing(2, "w", closefd=False)
+    sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True, write_through=True)
+
+
+class _Unfailing(io.FileIO):
+    """A file that takes what it cannot write."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from dali_train.config.command_line import (
 from dali_train.config.config import find_recipe, recipe_table
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.runtime.launch import exit_if_launcher_dies, is_first_on_host
+from dali_train.runtime.launch import exit_if_launcher_dies, is_first_on_host, tell_torchrun
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import (
     FINISHED,
@@ -131,6 +131,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config = config_of(options, overrides)
     if stopped_before_restart(Path(config.run.dir)):
+        tell_torchrun("the run was stopped on request and is not restarted: start the same command again to resume")
         return START_AGAIN
     if not is_remote(config.data.root) and config.data.local_copy is None:
         from dali_train.data.dataset.storage import storage_of

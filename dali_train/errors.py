@@ -6,6 +6,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -74,6 +75,13 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         content = repr(error.object) if isinstance(error, UnicodeEncodeError | UnicodeDecodeError) else str(error)
         return f"text that is not UTF-8: {content[:120]}", 1
     return None
+
+
+def write_now(text: str) -> None:
+    """Write `text` to the standard error without Python's buffers, which a signal handler may find in use. Where
+    nothing can be written, because a disk is full or nobody reads on, nobody can be told."""
+    with suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

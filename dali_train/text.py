@@ -4,6 +4,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 _ESCAPE_SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
@@ -68,6 +69,11 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def setting(value: Any) -> str:
+    """Return a setting's value as it is typed and printed: true, false and none as in the command line."""
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def plural(count: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
-from dali_train.text import plural, printable, shortened
+from dali_train.text import plural, printable, setting, shortened
 from dali_train.training.pretrained import is_path
 
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
@@ -114,7 +114,9 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
     if _NAMES in names and not (_NAMES in saved and _NAMES in current):
         names.remove(_NAMES)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]
-    return [f"{_SETTINGS_OF.get(name, name)} {old} -> {new}" for name, old, new in values if old != new]
+    return [
+        f"{_SETTINGS_OF.get(name, name)} {setting(old)} -> {setting(new)}" for name, old, new in values if old != new
+    ]
 
 
 def _content_of(field: str, weights: str | None) -> str | None:

@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from dali_train.config import Config, load_config
 from dali_train.config.check import close_names
 from dali_train.config.command_line import add_settings_to_complete, config_with, is_completing, read_overrides
 from dali_train.errors import ConfigError
-from dali_train.runtime.launch import LaunchOptions, is_first_on_host
+from dali_train.runtime.launch import LaunchOptions, is_first, is_first_on_host
 from dali_train.runtime.object_store import is_remote
+from dali_train.text import printable
 
 Run = Callable[[argparse.Namespace, list[str]], int]
 """A command: takes its parsed options and the words of ``--section.field VALUE``; returns the exit status."""
@@ -92,10 +95,15 @@ def config_of(options: argparse.Namespace, overrides: list[str]) -> Config:
         if options.config is None:
             read_overrides(overrides, own)  # --confg, if that is why
             raise ConfigError("--config FILE is missing; `dali-train recipes` lists those that ship")
-        return config_with(options.config, overrides, f"dali-train {options.command}", own)
+        with warnings.catch_warnings(record=True) as doubts:
+            config = config_with(options.config, overrides, f"dali-train {options.command}", own)
     except ConfigError as error:
         error.reported_elsewhere = not is_first_on_host(launch_options(options).local_rank)
         raise
+    if is_first(launch_options(options).rank):
+        for words in dict.fromkeys(str(doubt.message) for doubt in doubts):
+            print(f"warning: {printable(words)}", file=sys.stderr)
+    return config
 
 
 def own_options(options: argparse.Namespace) -> list[str]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from dali_train.data.convert.datasets import DATASETS, advice
-from dali_train.errors import NoDatasetError, UserError, explain
+from dali_train.errors import NoDatasetError, UserError, explain, write_now
 from dali_train.runtime.launch import leave_to_torchrun, tell_torchrun
 from dali_train.runtime.process import importing_torch
 from dali_train.text import printable
@@ -28,7 +28,7 @@ def run_command(name: str, work: Callable[[], int]) -> int:
                 stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     try:
         status = work()
-        sys.stdout.flush()
+        _flush_output()
         return status
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads_on():
@@ -51,6 +51,15 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     return status
 
 
+def _flush_output() -> None:
+    """Write what was printed. Raises OSError: it cannot be written, with the output's name for the message."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = "standard output"
+        raise
+
+
 def _nobody_reads_on() -> bool:
     """Return whether it is the standard output that is broken, as in `dali-train plan ... | head`, and silence it."""
     with suppress(OSError):  # in a notebook it is no file
@@ -69,7 +78,7 @@ def importing(name: str) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT or "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends ranks after an error
-            os.write(2, f"{name}: stopped with {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}\n".encode())
+            write_now(f"{name}: stopped with {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}\n")
         os._exit(128 + number)
 
     before = {}

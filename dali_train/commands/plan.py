@@ -27,7 +27,7 @@ from dali_train.parallel.stages import (
 )
 from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
-from dali_train.text import duration
+from dali_train.text import duration, setting
 from dali_train.training.build import fit_to_ranks
 from dali_train.training.cost import (
     Memory,
@@ -211,9 +211,9 @@ def print_settings(config: Config) -> None:
 def changed_settings(config: Config) -> dict[str, str]:
     """Return the settings that differ from their defaults, after all inheritance, by section: "lr 0.1, name sgd"."""
     sections: dict[str, list[str]] = {}
-    for name, setting in SETTINGS.items():
+    for name, known in SETTINGS.items():
         value = attrgetter(name)(config)
-        if value != setting.default:
+        if value != known.default:
             section, _, field = name.partition(".")
             arguments = value if name == "model.kwargs" else {}
             shown = [f"kwargs.{one} {arguments[one]}" for one in arguments] or [f"{field} {_as_typed(value)}"]
@@ -223,12 +223,10 @@ def changed_settings(config: Config) -> dict[str, str]:
 
 def _as_typed(value: Any) -> str:
     """Return a setting's value as it is typed on the command line."""
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
     if isinstance(value, tuple):
         separator = " " if any(isinstance(one, tuple) for one in value) else ","
         return separator.join(getattr(one, "__name__", None) or _as_typed(one) for one in value)
-    return str(value)
+    return setting(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,7 @@ from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.files import git_commit, write_atomically
 from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
-from dali_train.runtime.launch import Launch, LaunchOptions
+from dali_train.runtime.launch import Launch, LaunchOptions, tell_torchrun
 from dali_train.runtime.process import device_name, num_cores, processor_name
 from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.status import RunStatus, newest_step, score
@@ -104,6 +105,7 @@ class Run:
     flops: ModelFlops | None  # None: no figure for this device, such as a CPU
     replicas: Replicas
     lock_holder: str
+    start_step: int  # optimizer steps done before this start
     progress: Progress
     stopping: StopReason = StopReason.NONE
     saved_at: float = field(default_factory=time.monotonic)  # the last checkpoint, or the start
@@ -196,9 +198,17 @@ class Run:
         if self.plan.launch.rank == 0:
             self.hooks.closed(self.plan.directory)
 
+    def has_trained_nothing(self) -> bool:
+        """Wait for the device, and return whether all steps of this start overflowed. A single one after a resume is
+        no fault: the scale grows now and then until one does."""
+        steps = self.step - self.start_step
+        return self.trainer.metrics.num_skipped() == steps and (steps > 1 or not self.start_step)
+
     def why_unsaved(self) -> str:
-        if self.trainer.metrics.num_skipped() == self.step:
-            return "all steps overflowed, so the weights are still the initial ones"
+        if self.has_trained_nothing():
+            since = f" since step {self.start_step}" if self.start_step else ""
+            weights = f"those of step {self.start_step}" if self.start_step else "the initial ones"
+            return f"all steps{since} overflowed, so the weights are still {weights}"
         return "weights or the last loss are not finite"
 
     def good_checkpoint(self) -> str:
@@ -276,7 +286,8 @@ def _run_or_mistake(config: Config, hooks: list[str]) -> RunResult | ConfigError
     try:
         if config.files:
             path = next(iter(config.files))
-            user = load_config(path).hooks.user  # also registers the user's models and losses in this process
+            with warnings.catch_warnings(action="ignore"):  # the parent has shown them
+                user = load_config(path).hooks.user  # also registers the user's models and losses in this process
             if hooks and hook_names(user) != hooks:
                 raise ConfigError(
                     f"hooks.user is {', '.join(hooks)}, but {path} has {', '.join(hook_names(user)) or 'none'}: the "
@@ -376,6 +387,7 @@ def build(
         flops=model_flops(config, plan.num_classes, device, num_devices=launch.world_size),
         replicas=Replicas(layout=plan.layout, device=device, group=group, deterministic=config.run.deterministic),
         lock_holder=lock_holder,
+        start_step=progress.step,
         progress=progress,
     )
     announce_start(run, command, start.warnings, startup_s=time.perf_counter() - begin)
@@ -552,7 +564,7 @@ def save(run: Run) -> None:
     run.trainer.clock.enter("checkpoint")
     run.saved_at = time.monotonic()  # before the check, which waits for the device, so that it is not made at each step
     # A stop on request saves the loss scale, with which the run goes on.
-    untrained = not run.stopping and run.trainer.metrics.num_skipped() == run.step
+    untrained = not run.stopping and run.has_trained_nothing()
     if not run.trainer.is_finite(run.group) or untrained:
         if run.is_last_step or run.stopping:
             run.saver.wait()
@@ -617,11 +629,10 @@ def end(run: Run) -> None:
         run.write_status("finished", "" if run.is_last_step else f"no better top-1 for {patience:g} epochs")
     else:
         run.write_status("stopped", run.stopping.describe())
+        words = f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume"
+        tell_torchrun(words)  # on all ranks: it shows those of whichever ends first, below a traceback of its own
         if run.plan.launch.rank == 0:
-            print(
-                f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume",
-                file=sys.stderr,
-            )
+            print(words, file=sys.stderr)
     run.close()
 
 

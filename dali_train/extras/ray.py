@@ -38,7 +38,7 @@ from dali_train.commands.boundary import run_command
 from dali_train.commands.data import data_parser
 from dali_train.config import Config
 from dali_train.config.command_line import config_with
-from dali_train.errors import RunError
+from dali_train.errors import RunError, write_now
 from dali_train.runtime.launch import LOCAL
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN, newest_step
 
@@ -130,7 +130,7 @@ def train(config: Config, words: Sequence[str], workers: tuple[int, int]) -> int
     def note(number: int, frame: object) -> None:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")
+        write_now("\nstopping after this step; Ctrl-C again ends at once, without saving\n")
         stop.set.remote()
 
     signal.signal(signal.SIGINT, note)

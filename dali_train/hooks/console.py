@@ -33,9 +33,10 @@ class RunLogs(Hook):
     def announce(self, record: RunPlan) -> None:
         rank = record.launch.rank
         self._close()  # handlers of an earlier run in this process that ended before its first step
-        self._handlers.append(_Terminal(rank))
+        log = record.directory / "logs" / f"rank{rank}.log"
+        self._handlers.append(_Terminal(rank, log))
         try:
-            self._handlers.append(_RankFile(record.directory / "logs" / f"rank{rank}.log", rank))
+            self._handlers.append(_RankFile(log, rank))
         finally:
             logging.captureWarnings(True)
             for name in _WATCHED:
@@ -87,21 +88,36 @@ class _RankFile(logging.FileHandler):
 class _Terminal(logging.Handler):
     """Writes rank 0's lines to stdout and all ranks' warnings to stderr, repeated ones only once."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, log: Path) -> None:
         super().__init__(logging.INFO if rank == 0 else logging.WARNING)
-        self._rank = rank
+        self._rank, self._log = rank, log
         self._seen: set[str] = set()
+        self._failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "file_only", False):
             return
         message = printable(record.getMessage(), keep="\n")
         if record.levelno < logging.WARNING:
-            _write(message, sys.stdout)
+            self._write(message, sys.stdout)
         elif self._is_new(message):
             if record.name == "py.warnings":
                 message = message.splitlines()[0]
-            _write(f"warning: {f'[rank {self._rank}] ' if self._rank else ''}{message}", sys.stderr)
+            self._write(f"warning: {f'[rank {self._rank}] ' if self._rank else ''}{message}", sys.stderr)
+
+    def _write(self, text: str, stream: TextIO) -> None:
+        """Write a line; a full disk behind the stream, or a reader who left as in `| head`, does not end the run."""
+        try:
+            tqdm.write(text, file=stream)  # around the progress bar, if there is one
+            stream.flush()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True  # before the warning, which comes here too
+                logger.warning(
+                    "standard output cannot be written (%s). Training continues, and %s has all lines",
+                    error.strerror,
+                    self._log,
+                )
 
     def _is_new(self, message: str) -> bool:
         """Return True if no rank has shown it yet. Numbers (steps, ranks, sizes) do not make a message new."""
@@ -115,11 +131,6 @@ class _Terminal(logging.Handler):
             return dist.distributed_c10d._get_default_store().add(f"warning/{key}", 1) == 1
         except dist.DistError:
             return True  # rank 0, which holds the store, is gone: better shown twice than not at all
-
-
-def _write(text: str, stream: TextIO) -> None:
-    tqdm.write(text, file=stream)  # around the progress bar, if there is one
-    stream.flush()
 
 
 _BAR_FORMAT = "{percentage:3.0f} % |{bar:12}| {desc}"

@@ -110,8 +110,20 @@ def is_first_on_host(local_rank: int | None = None, environ: Mapping[str, str] =
     Args:
         local_rank: ColossalAI's option.
     """
-    numbers = (environ.get("LOCAL_RANK"), environ.get("SLURM_LOCALID"), local_rank, 0)
-    return next(str(number) for number in numbers if number is not None) == "0"
+    return _first_known(environ.get("LOCAL_RANK"), environ.get("SLURM_LOCALID"), local_rank) == "0"
+
+
+def is_first(rank: int | None = None, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is rank 0, as far as the launcher tells.
+
+    Args:
+        rank: ColossalAI's option.
+    """
+    return _first_known(environ.get("RANK"), environ.get("SLURM_PROCID"), rank) == "0"
+
+
+def _first_known(*numbers: str | int | None) -> str:
+    return next((str(number) for number in numbers if number is not None), "0")
 
 
 def tell_torchrun(message: str, environ: Mapping[str, str] = os.environ) -> None:

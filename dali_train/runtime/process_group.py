@@ -67,7 +67,7 @@ def process_group(
         MASTER_PORT=str(launch.port),
     )
     _check_address(launch)
-    _check_interfaces()
+    check_interfaces()
     done = threading.Event()
     threading.Thread(target=_watch_rendezvous, args=(launch, done, stop), name="rendezvous", daemon=True).start()
     try:
@@ -128,7 +128,7 @@ def _check_address(launch: Launch) -> None:
         pass
 
 
-def _check_interfaces() -> None:
+def check_interfaces() -> None:
     """Raises ConfigError: GLOO_SOCKET_IFNAME does not name network interfaces. Gloo's own error does not name it."""
     value = os.environ.get("GLOO_SOCKET_IFNAME")
     if value is None:

@@ -15,6 +15,7 @@ from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from dali_train.errors import write_now
 from dali_train.runtime.status import STOPPED_BY_TERM
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class StopRequests:
             self._signal = StopReason.INTERRUPT
             now = "the run is saved, ending its upload" if self._is_saved else "stopping after this step"
             # print may be in use right now.
-            os.write(2, f"\n{now}; Ctrl-C again ends at once{'' if self._is_saved else ', without saving'}\n".encode())
+            write_now(f"\n{now}; Ctrl-C again ends at once{'' if self._is_saved else ', without saving'}\n")
 
     @property
     def last_words(self) -> str:
@@ -144,7 +145,7 @@ class StopRequests:
                 if self._received == 1:
                     self._stop_after_step()
                 elif self._received > 2:
-                    os.write(2, f"{self.last_words}\n".encode())
+                    write_now(f"{self.last_words}\n")
                     os._exit(128 + signal.SIGINT)
 
     def ignore_further(self) -> None:

@@ -382,3 +382,14 @@ def test_another_global_batch_with_the_same_rate_is_told(options: str, told: boo
         "LAMB and AdamW 0.0283 (square root)"
     ]
     assert [str(one.message) for one in said] == (expected if told else [])
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_doubts_about_a_config_are_told_once_on_rank_0(
+    rank: str, lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank reads the config, and Python would show the warning on all of them with a path and a line of code."""
+    monkeypatch.setenv("RANK", rank)
+    assert main(["plan", "--config", "digits", "--batch.global_batch", "256", "--num-images", "1000"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "keeps optimizer.lr" in line]
+    assert len(said) == lines and all(line.startswith("warning: batch.global_batch 128 -> 256") for line in said)

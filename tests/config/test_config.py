@@ -308,6 +308,9 @@ def test_what_belongs_to_the_recipe(dataset: Path) -> None:
         "model.name other -> vit_tiny_patch16_224",
         "optimizer.betas [0.9, 0.999] -> [0.9, 0.98]",
     ]
+    assert changes_between({"optimizer.nesterov": False}, {"optimizer.nesterov": None}) == [
+        "optimizer.nesterov false -> none"
+    ]
     block = recipe(PLAIN.replace({"data.shuffle": "block"}), split.manifest)
     assert block.keys() - current.keys() == {"data.block_images", "data.window_blocks"}, "elsewhere they decide nothing"
     imagenet = recipe(PLAIN.replace({"data.normalise": "imagenet"}), split.manifest)

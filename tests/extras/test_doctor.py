@@ -1,5 +1,6 @@
 """dali-train doctor: what it says of a healthy environment, and of one where something is wrong."""
 
+import pwd
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import torch
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.extras.doctor import examine as doctor
-from dali_train.extras.doctor.examine import Finding, table
+from dali_train.extras.doctor.findings import Finding, table
+from dali_train.extras.doctor.surroundings import home, nccl_interfaces, network, temporary_files
 from dali_train.runtime.launch import LaunchOptions, discover
 from tests.conftest import Train, encoded, jpeg, photograph, run_in_pool, write_shard
 
@@ -26,7 +28,8 @@ def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: 
     lines = {
         line[6:21].strip(): line[:4].strip() for line in output.splitlines() if re.match(r"(pass|warn|fail) ", line)
     }
-    names = "torch, timm, numpy, dali, gpu, decode on CPU, batch, model, data train, data validation, decode a batch"
+    names = "torch, timm, numpy, dali, home, temporary files, network, gpu, decode on CPU, batch, model, data train"
+    names += ", data validation, decode a batch"
     expected = {*names.split(", "), "run directory", "free space"}
     if torch.cuda.is_available():
         expected |= {"decode on GPU", "hw decoder", "matrix product", "memory"}
@@ -153,6 +156,52 @@ def test_old_versions_and_a_wrong_decoder(monkeypatch: pytest.MonkeyPatch) -> No
     assert finding.verdict == "pass" and "grey levels from libjpeg" in finding.text
     finding = doctor._decoder("hw decoder", [doctor._picture(1), doctor._picture(2)], None, rounds=3)
     assert finding.verdict == "fail" and finding.text.endswith("libjpeg, 1 of them not the same 3 times")
+
+
+@pytest.mark.parametrize("directory", [None, "/", "/proc/none"])
+def test_a_home_that_is_none(directory: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # a user id that is in no /etc/passwd
+    if directory is None:
+        monkeypatch.delenv("HOME")
+    else:
+        monkeypatch.setenv("HOME", directory)
+    finding = home()
+    assert finding.verdict == "warn" and "XDG_CACHE_HOME" in finding.remedy
+    assert (directory or "is not set") in finding.text
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "yet"))
+    assert home().verdict == "pass" and not (tmp_path / "not").exists()
+
+
+def test_a_directory_for_temporary_files_that_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    finding = temporary_files()
+    assert finding.verdict == "warn" and finding.text.startswith(f"TMPDIR is {tmp_path}/none, ")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert temporary_files().verdict == "pass" and str(tmp_path) in temporary_files().text
+
+
+def test_interfaces_that_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Gloo's notation, full names, and in NCCL's: prefixes, = for full names, ^ for all but these."""
+    names = ["lo", "eth0", "eth1", "ib0", "docker0"]
+    assert nccl_interfaces("eth", names) == ["eth0", "eth1"]
+    assert nccl_interfaces("=eth0,ib0", names) == ["eth0", "ib0"]
+    assert nccl_interfaces("^docker,lo", names) == ["eth0", "eth1", "ib0"]
+    assert nccl_interfaces("^=eth0", names) == ["lo", "eth1", "ib0", "docker0"]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    (finding,) = network(ALONE, torch.device("cpu"))
+    assert finding.verdict == "pass" and "lo 127.0.0.1" in finding.text
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "none")
+    assert [finding.verdict for finding in network(ALONE, torch.device("cpu"))] == ["pass", "warn"]
+    (_, finding) = network(ALONE, torch.device("cuda", 0))
+    assert finding.verdict == "fail" and "NCCL_SOCKET_IFNAME is none" in finding.text
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
+    (_, finding) = network(ALONE, torch.device("cpu"))
+    assert finding.verdict == "fail" and "GLOO_SOCKET_IFNAME is ^lo" in finding.text
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:

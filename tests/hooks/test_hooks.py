@@ -12,6 +12,7 @@ import re
 import shutil
 import termios
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from dali_train.errors import ConfigError
 from dali_train.extras.inspection import LambView, Profile
 from dali_train.extras.pictures.predictions import class_names, sample_images, sheet
 from dali_train.hooks import Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
-from dali_train.hooks.console import Console, fitting
+from dali_train.hooks.console import Console, RunLogs, fitting
 from dali_train.hooks.diagnostics import HISTORY, Health
 from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.jsonl import JsonLines
@@ -606,6 +607,24 @@ def test_the_header_comes_before_the_model_is_built(caplog: pytest.LogCaptureFix
     assert len(warnings) == product.emulates("fp16")
     assert all(re.search(r"is fp16, .* [\d.]+ times as long .* Set precision.dtype (fp32|bf16)$", w) for w in warnings)
     assert caplog.messages[-1] == "waiting for the model to be built and compiled, which can take minutes"
+
+
+def test_lines_that_nobody_can_read_are_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A full disk behind the standard output, or a reader who left as in `| head`: one warning, and the run goes on."""
+    launch = cast(Any, SimpleNamespace(rank=0))
+    logs = RunLogs()
+    with suppress(OSError), Path("/dev/full").open("w") as full:  # which cannot be closed without an error either
+        monkeypatch.setattr("sys.stdout", full)
+        logs.announce(cast(RunPlan, SimpleNamespace(directory=tmp_path, launch=launch)))
+        for step in range(3):
+            logging.getLogger("dali_train").info("step %d", step)
+        logs.end(cast(Any, SimpleNamespace(error=None)))
+    log = (tmp_path / "logs" / "rank0.log").read_text()
+    assert [f"INFO step {step}\n" in log for step in range(3)] == [True] * 3
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in warning and f"{tmp_path}/logs/rank0.log" in warning
 
 
 class Needy(Hook):

@@ -74,9 +74,11 @@ def _shell(command: str) -> subprocess.CompletedProcess[str]:
         ("recipes <&- >&- 2>&-", 0),
         ("recipes nonsense 2>&-", 2),
         ("recipes nonsense >&- 2>&-", 2),
+        ("recipes nonsense 2>/dev/full", 2),
+        ("status . >/dev/full", 1),
     ],
 )
-def test_closed_streams_change_no_status(command: str, status: int) -> None:
+def test_streams_that_are_closed_or_full_change_no_status(command: str, status: int) -> None:
     ran = _shell(f"-m dali_train {command}")
     assert ran.returncode == status and "Traceback" not in ran.stderr, ran.stderr
 

@@ -1,5 +1,6 @@
 """Stopping on request: all ranks at the same step, after saving, whoever was asked and however often."""
 
+import json
 import os
 import re
 import signal
@@ -116,12 +117,16 @@ def test_the_end_of_a_slurm_job_is_seen_coming() -> None:
     assert job_end({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "NONE"}) is None
 
 
-def test_stops_before_the_job_ends(start_training: StartTraining) -> None:
+def test_stops_before_the_job_ends(start_training: StartTraining, tmp_path: Path) -> None:
+    """Which torchrun takes for a failure: what it shows of that rank, below a traceback of its own, says what it is."""
     now = int(time.time())
     environment = {"SLURM_JOB_START_TIME": str(now - 1000), "SLURM_JOB_END_TIME": str(now + 60)}
+    environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
     ranks = start_training("run", *LONG, environment=environment)
     assert ranks.wait() == [75]
-    assert "stopped after saving: the job's time limit is near" in ranks.log.read_text()
+    said = "stopped after saving: the job's time limit is near. Start the same command again to resume"
+    assert said in ranks.log.read_text()
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == said
 
 
 def test_a_restart_by_torchrun_does_not_undo_a_stop(tmp_path: Path) -> None:

@@ -44,6 +44,15 @@ def test_a_run_whose_steps_all_overflow_is_a_failure(train: Train, tmp_path: Pat
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_a_resumed_run_whose_remaining_steps_all_overflow_is_a_failure(train: Train, tmp_path: Path) -> None:
+    """The stop after step 1 is saved with its loss scale, which is still much too large."""
+    overflowing = ("--precision.dtype", "fp16", "--precision.initial_scale", "1e30", "--run.max_steps", "3")
+    train("run", *overflowing, "--run.max_seconds", "0.001", status=75)
+    output = train("run", *overflowing, status=1)
+    assert re.search("ended at step 3 of 3, but was not saved: all steps since step 1 overflowed.* of step 1,", output)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
 STOPPING = """
 import os, signal
 

@@ -21,10 +21,9 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -43,6 +42,8 @@ from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.dali import LOG_VARIABLE, decode_repeatedly, decoder_in_log
 from dali_train.data.loading.loader import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
+from dali_train.extras.doctor.findings import Finding, table
+from dali_train.extras.doctor.surroundings import home, network, temporary_files
 from dali_train.files import NO_DIRECTORY_FSYNC, NO_SYMLINKS, NoLocksError, try_lock
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import DIMENSIONS, make_mesh
@@ -55,22 +56,12 @@ from dali_train.training.cost import Memory, measure_largest_product, measured_p
 from dali_train.training.devices import data_sheet_peak
 from dali_train.training.model import compare_with_timm, describe_parameters
 
-Verdict = Literal["pass", "warn", "fail"]
 SLOW_DISK_MB_S = 100.0  # ViT-B/16 with LAMB's moments is 1 GB: 10 s a checkpoint
 _DECODING_LIMIT_S = 180
 _NUM_PICTURES, _ROUNDS = 64, 100
-_WORST: dict[Verdict, int] = {"pass": 0, "warn": 1, "fail": 2}
 
 NEEDED = {"torch": (2, 11), "timm": (1, 0, 28), "numpy": (1, 26)}
 SKEW_S = 1.0  # beyond it, log lines and file times of several hosts no longer show the order of events
-
-
-@dataclass(frozen=True)
-class Finding:
-    check: str
-    verdict: Verdict
-    text: str
-    remedy: str = ""
 
 
 def examine(launch: Launch, device: torch.device, config: Config | None) -> bool:
@@ -79,6 +70,9 @@ def examine(launch: Launch, device: torch.device, config: Config | None) -> bool
     checked = config if not differing else None  # collectives depend on the config
     findings = [
         *versions(),
+        home(),
+        temporary_files(),
+        *network(launch, device),
         *devices(launch, device),
         *matrix_product(device),
         *decoding(device),
@@ -101,24 +95,6 @@ def examine(launch: Launch, device: torch.device, config: Config | None) -> bool
         if config is None:
             print("dataset and run directory were not checked: name them with --config FILE")
     return all(finding.verdict != "fail" for _, findings in gathered for finding in findings)
-
-
-def table(gathered: list[tuple[str, list[Finding]]]) -> Iterator[str]:
-    """Yield a line for each check; if ranks differ, one line per finding worse than a pass, with its ranks."""
-    names = list(dict.fromkeys(finding.check for _, findings in gathered for finding in findings))
-    for name in names:
-        owners: dict[Finding, list[str]] = {}
-        for rank, findings in gathered:
-            for finding in findings:
-                if finding.check == name:
-                    owners.setdefault(finding, []).append(rank)
-        worst = max(_WORST[finding.verdict] for finding in owners)
-        shown = [finding for finding in owners if _WORST[finding.verdict] > 0] if worst else list(owners)[:1]
-        for finding in shown:
-            whose = "" if len(owners[finding]) == len(gathered) or not worst else f" ({', '.join(owners[finding])})"
-            yield f"{finding.verdict:<4}  {finding.check:<15} {finding.text}{whose}"
-            if finding.remedy:
-                yield f"      {'':<15} -> {finding.remedy}"
 
 
 def versions() -> Iterator[Finding]:

@@ -1,13 +1,17 @@
 """``dali-train predict``: classify images by a run's model, decoded by DALI as in training, or by PIL as in most
 programs."""
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryFile
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import torch
@@ -45,6 +49,7 @@ _TILE, _IN_PICTURE = 300, 100  # pixels of an image in a picture, and how many i
 Scores = tuple[NDArray[np.int64], NDArray[np.float32]]
 """The classes of each image, most likely first, and their probabilities; both (n, classes)."""
 _TOP, _IN_TABLE = 3, 5  # classes per image that are printed, and that are in a table
+_MOST_HEARD = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,7 @@ class ImagePredictions:
     probabilities: NDArray[np.float32]
     class_names: tuple[str, ...]  # by class
     unreadable: Mapping[Path, str]  # files that are not images, and why
+    damaged: tuple[Path, ...] = ()  # files of which a decoder complains, and decodes a part; known to the command alone
 
     @property
     def names(self) -> list[str]:
@@ -72,6 +78,7 @@ class _Classifier:
     class_names: tuple[str, ...]
     applies_orientation: bool  # turns photographs upright, as those that it was trained on were
     decoder: str
+    hears_libraries: bool = False  # collects what decoders write to the standard error, which is all the process's
 
     def predict(self, images: Sequence[Path], keep: int | None = None) -> ImagePredictions:
         """Classify files and the image files in directories; keep only the top `keep` classes.
@@ -81,16 +88,23 @@ class _Classifier:
         """
         files, unreadable = _image_files(images)
         checker = DecodeChecker()
-        parts, classified = [], list[Path]()
+        parts, classified, damaged = [], list[Path](), list[Path]()
         for start in range(0, len(files), _AT_ONCE):
             contents = dict[Path, bytes]()
             for path in files[start : start + _AT_ONCE]:
-                try:
-                    contents[path] = self._read(path, checker)
-                except (OSError, BadImageError) as error:
-                    unreadable[path] = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+                with self._listening() as heard:
+                    try:
+                        contents[path] = self._read(path, checker)
+                    except OSError as error:
+                        unreadable[path] = f"cannot be read: {error.strerror}"
+                    except BadImageError as error:
+                        unreadable[path] = str(error)
+                    if path in contents and b"Corrupt JPEG data" in heard():
+                        damaged.append(path)
             if contents:
-                parts.append(self._classify(contents, keep))
+                with self._listening():
+                    parts.append(self._classify(contents, keep))
+                    gc.collect()  # ends the pipeline, which reads ahead
                 classified += contents
         if not parts:
             raise ConfigError(_describe_unreadable(unreadable, len(unreadable)))
@@ -100,7 +114,11 @@ class _Classifier:
             probabilities=np.concatenate([probabilities for _, probabilities in parts]),
             class_names=self.class_names,
             unreadable=unreadable,
+            damaged=tuple(damaged),
         )
+
+    def _listening(self) -> AbstractContextManager[Callable[[], bytes]]:
+        return captured_errors() if self.hears_libraries else nullcontext(bytes)
 
     def _read(self, path: Path, checker: DecodeChecker) -> bytes:
         """Return a file as the data path takes it. Raises OSError, BadImageError: it cannot be read or decoded."""
@@ -161,13 +179,41 @@ def predict(
     return classifier.predict([*map(Path, images)])
 
 
-def _classifier_of(trained: TrainedModel, decoder: str) -> _Classifier:
+@contextmanager
+def captured_errors() -> Iterator[Callable[[], bytes]]:
+    """Collect what libraries in C write to the standard error, and yield a function that returns it. What Python writes
+    there is still seen."""
+    shown = sys.stderr
+    with TemporaryFile() as file, os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace") as kept:
+
+        def heard() -> bytes:
+            return os.pread(file.fileno(), _MOST_HEARD, 0)
+
+        os.dup2(file.fileno(), 2)
+        try:
+            if _is_descriptor_2(shown):
+                sys.stderr = kept
+            yield heard
+        finally:
+            sys.stderr = shown
+            os.dup2(kept.fileno(), 2)
+
+
+def _is_descriptor_2(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == 2
+    except (AttributeError, OSError):  # a notebook's
+        return False
+
+
+def _classifier_of(trained: TrainedModel, decoder: str, *, hears_libraries: bool = False) -> _Classifier:
     return _Classifier(
         model=trained.model,
         data=trained.config.data,
         class_names=trained.class_names,
         applies_orientation=trained.applies_orientation,
         decoder=decoder,
+        hears_libraries=hears_libraries,
     )
 
 
@@ -230,7 +276,7 @@ def print_predictions(
             raise ConfigError("--picture needs images: name some files")
         compare_decoders(trained, table)
         return
-    predictions = _classifier_of(trained, decoder).predict(images, keep=_IN_TABLE)
+    predictions = _classifier_of(trained, decoder, hears_libraries=True).predict(images, keep=_IN_TABLE)
     names = [printable(name) for name in trained.class_names]
     width = max(len(str(path)) for path in predictions.images)
     scores = zip(predictions.classes, predictions.probabilities, strict=True)
@@ -244,9 +290,15 @@ def print_predictions(
         rows = [[os.fsencode(path).decode(errors="backslashreplace")] for path in predictions.images]
         _write_likeliest(table, ["image"], rows, (predictions.classes, predictions.probabilities), names)
         print(table)
+    for path in predictions.damaged:
+        print(
+            f"warning: {printable(str(path))} is damaged: what could be decoded of it was classified", file=sys.stderr
+        )
     if predictions.unreadable:
+        for path, reason in predictions.unreadable.items():
+            print(f"{printable(str(path))} {reason}", file=sys.stderr)
         count = len(predictions.images) + len(predictions.unreadable)
-        raise ConfigError(_describe_unreadable(predictions.unreadable, count))
+        raise ConfigError(f"{len(predictions.unreadable)} of {plural(count, 'image')} cannot be classified")
 
 
 def _write_likeliest(
