@@ -58,6 +58,7 @@ from dali_train.runtime.stop import StopReason, StopRequests
 from dali_train.text import aligned, printable, shortened
 
 EXTRA_COMMANDS = (
+    "dali_train.extras.blame:add_blame_command",
     "dali_train.extras.fit:add_fit_command",
     "dali_train.extras.doctor:add_doctor_command",
     "dali_train.extras.export:add_export_command",

@@ -1,0 +1,81 @@
+"""`dali-train blame`: wrong labels that were planted are found in a step, without a log of samples."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dali_train import cli
+from dali_train.data.dataset.index import Split
+from dali_train.extras.blame.step import blame
+from tests.conftest import Train
+from tests.helpers import losses, words
+
+CLASSES = {"dark": 40, "bright": 210}
+WRONG = 3
+# Every step has all images once. The rate is that of a network which learns brightness at once.
+OPTIONS = words(
+    "--batch.global_batch 24 --batch.micro_batch 4 --run.epochs 40 --run.checkpoint_every_steps 35 --mixup.alpha 0 "
+    "--run.eval_every_epochs none --hooks.log_every_steps 1 --hooks.trace_samples false --optimizer.name adamw "
+    "--optimizer.lr 3e-3 --schedule.warmup_epochs 0"
+)
+
+
+@pytest.fixture(scope="module")
+def mislabelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of 24 images, of which three bright ones are called dark."""
+    directory = tmp_path_factory.mktemp("blame")
+    generator = np.random.default_rng(0)
+    for name, mean in CLASSES.items():
+        for number in range(12):
+            pixels = generator.normal(mean, 10, (32, 32, 3)).clip(0, 255).astype(np.uint8)
+            is_wrong = name == "bright" and number < WRONG
+            folder = directory / "photos" / ("dark" if is_wrong else name)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / f"{'wrong' if is_wrong else name}-{number:02}.jpg")
+    assert cli.main(words(f"data index {directory / 'photos'} --out {directory / 'index'}")) == 0
+    return directory / "index"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_wrong_labels_are_found_first(
+    ranks: int, mislabelled: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("run", "--data.root", str(mislabelled), *OPTIONS, ranks=ranks)
+    run = tmp_path / "run"
+    assert not list(run.glob("samples.rank*.jsonl"))
+    capsys.readouterr()
+    step = 40
+    images = blame(run, step, dataset=None, count=8, picture=None)
+    split = Split(mislabelled, "train")
+    names = [split.files.name(int(split.rows[one.image]["shard"])) for one in images[:WRONG]]  # type: ignore[union-attr]
+    assert all("wrong" in name for name in names), names
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+    assert len(images) == 24 and len({one.image for one in images}) == 24
+    # The step's loss is that which the run has recorded, up to rounding over the ranks.
+    recorded = losses(run)[step - 1]
+    assert sum(one.loss for one in images) / 24 == pytest.approx(recorded, rel=1e-4)
+    assert sum(one.share or 0.0 for one in images) == pytest.approx(1)
+    assert images[0].pixels.ndim == 3 and (run / "blame" / f"step-{step:08d}.png").stat().st_size > 1000
+
+
+def test_the_worst_step_is_found(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = losses(plain_run)
+    rises = [after - before for before, after in pairwise(recorded)]
+    picture = tmp_path / "step.png"
+    status = cli.main(["blame", str(plain_run), "--picture", str(picture), "--images", "2"])
+    printed = capsys.readouterr()
+    if max(rises) <= 0:
+        assert status == 2 and "--step" in printed.err
+        return
+    expected = rises.index(max(rises)) + 2
+    assert status == 0 and f"\nstep {expected}: " in printed.out and picture.is_file()
+
+
+def test_steps_that_are_not_there(plain_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["blame", str(plain_run), "--step", "10000"]) == 2
+    assert "has recorded steps" in capsys.readouterr().err
+    assert cli.main(["blame", str(plain_run), "--step", "0"]) == 2
