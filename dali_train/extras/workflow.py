@@ -1,4 +1,4 @@
-"""A dataset and a training as Flyte tasks: on this machine, or with ``--remote`` on a cluster.
+"""A dataset and a training as Flyte tasks: on this machine, or with ``--remote`` on a cluster, which nobody has tried.
 
     python -m dali_train.extras.workflow        the MNIST tutorial: 10 epochs, 128 images per process
     python -m dali_train.extras.workflow --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value ...]
@@ -208,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--work", type=Path, default=Path("runs/workflow"), metavar="DIR", help="datasets, run directories, pages"
     )
-    parser.add_argument("--remote", action="store_true", help="on the cluster that this machine's Flyte config names")
+    on_cluster = "on the cluster that this machine's Flyte config names; no cluster has been tried"
+    parser.add_argument("--remote", action="store_true", help=on_cluster)
     options, overrides = parser.parse_known_args(arguments)
 
     def work() -> int:
