@@ -41,6 +41,9 @@ def environment(files: Path) -> dict[str, str]:
         "FAKECUDA_DEVICES": str(DEVICES),
         "FAKECUDA_FILES": str(files),
         "OMP_NUM_THREADS": "1",
+        # cuBLAS's own memory, of each thread that calls it, would be as large as a small model.
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "CUBLASLT_WORKSPACE_SIZE": "128",
     }
 
 

@@ -26,13 +26,16 @@ PACKAGE = Path(dali_train.__file__).parent
 _aten = torch.ops.aten
 _OnWait = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t)
 
-# They only make, move or give back memory, which the fake does.
-_REAL = {
+# They make memory that has no value yet: NaN here.
+_EMPTY = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
     _aten.empty_like.default,
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
+}
+# They only make, move or give back memory, which the fake does.
+_REAL = {
     _aten.is_pinned.default,
     _aten._pin_memory.default,
     _aten.record_stream.default,
@@ -94,6 +97,7 @@ def _fake() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
     library.fake_faults.restype = ctypes.c_char_p
     library.fake_complete.argtypes = [ctypes.c_void_p]
+    library.fake_spoil.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     return library
 
 
@@ -133,6 +137,8 @@ class OnHost(TorchDispatchMode):
                 return result
         inputs, structure = tree_flatten((args, kwargs))
         device = _device(inputs)
+        if func in _EMPTY:
+            return _spoiled(func(*args, **kwargs))
         if device is None or func in _REAL or func.is_view or func.namespace in ("c10d", "symm_mem"):
             return func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
@@ -201,14 +207,26 @@ def _state(generator: torch.Generator | None) -> tuple[int, int]:
 
 def _complete(device: torch.device) -> None:
     """Make the effects of what a kernel in the current stream may rely on, and no others."""
-    _fake().fake_complete(torch._C._cuda_getCurrentRawStream(_index(device)))
+    _fake().fake_complete(_stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(_index(device))
+
+
+def _spoiled(fresh: torch.Tensor) -> torch.Tensor:
+    """Fill memory that nothing has written yet with NaN, or -1, in stream order: who reads it must notice."""
+    if type(fresh) in _PLAIN and fresh.is_cuda and fresh.numel():
+        storage = fresh.untyped_storage()
+        _fake().fake_spoil(storage.data_ptr(), storage.nbytes(), _stream(fresh.device))
+    return fresh
 
 
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU in the memory of `tensor`, which is on the fake device."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
@@ -221,7 +239,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(one: Any) -> Any:
     if isinstance(one, torch.Tensor) and one.is_cuda:
-        return _memory(one)
+        return memory_of(one)
     if isinstance(one, torch.device) and one.type == "cuda":
         return torch.device("cpu")
     if isinstance(one, torch.Generator) and one.device.type == "cuda":
@@ -241,9 +259,10 @@ def _copy_values(computed: Any, result: Any) -> None:
         if not isinstance(theirs, torch.Tensor):
             assert ours == theirs, f"{ours} on the host, {theirs} on the device"
             continue
-        target = _memory(theirs) if theirs.is_cuda else theirs
-        # BatchNorm in eval mode returns no statistics on a CPU.
-        if ours.numel() and target.data_ptr() != ours.data_ptr():
+        target = memory_of(theirs) if theirs.is_cuda else theirs
+        if not ours.numel() and theirs.numel():
+            _spoiled(theirs)  # BatchNorm in eval mode returns no statistics on a CPU
+        elif target.data_ptr() != ours.data_ptr():
             target.copy_(ours)
 
 
@@ -251,7 +270,7 @@ def _on_device(computed: Any, device: torch.device) -> Any:
     if not isinstance(computed, torch.Tensor):
         return tuple(_on_device(one, device) for one in computed) if isinstance(computed, tuple) else computed
     result = torch.empty_strided(computed.size(), computed.stride(), dtype=computed.dtype, device=device)
-    _memory(result).copy_(computed)
+    memory_of(result).copy_(computed)
     return result
 
 
@@ -261,5 +280,5 @@ def _contiguous(one: Any) -> Any:
         return one
     result = torch.empty(one.size(), dtype=one.dtype, device=one.device)
     _complete(one.device)
-    _memory(result).copy_(_memory(one))
+    memory_of(result).copy_(memory_of(one))
     return result

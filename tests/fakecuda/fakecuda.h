@@ -19,7 +19,7 @@ extern std::recursive_mutex& lock;
 using Guard = std::lock_guard<std::recursive_mutex>;
 extern thread_local int current_device;
 
-// Reports that the host waits, to fake.py. Never while `lock` is held: this calls Python, whose own lock others may hold.
+// Reports that the host waits, to device.py. Never while `lock` is held: this calls Python, whose own lock others may hold.
 void waits(const char* what, size_t bytes = 0);
 void fault(const std::string& what);  // reports what must not happen
 
@@ -27,11 +27,12 @@ enum Kind { PAGEABLE, PINNED, DEVICE };
 Kind kind_of(const void* pointer);
 void check_range(const void* pointer, size_t bytes, const char* what);
 
-// A stream runs behind: its effects are made when something waits for them. Handles that torch passes for the default
-// stream become that of the current device.
+// A stream runs behind: its effects are made when something waits for them, and its news when the host knows of them.
+// Handles that torch passes for the default stream become that of the current device.
 struct Stream;
 Stream* stream_of(cudaStream_t stream);
-bool submit(Stream* stream, std::function<void()> effect = nullptr);  // false: it becomes a node of a graph instead
+// False: it becomes a node of a graph instead.
+bool submit(Stream* stream, std::function<void()> effect = nullptr, std::function<void()> news = nullptr);
 void complete(Stream* stream);
 
 cudaError_t failed(cudaError_t error);  // records it for cudaGetLastError

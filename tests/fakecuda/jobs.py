@@ -74,14 +74,14 @@ def watched(
         for name in _PHASES:
             stack.enter_context(mock.patch.object(train, name, report.watched_function(name)))
         stack.enter_context(mock.patch.object(build.Trainer, "step", report.watched_step(build.Trainer.step)))
-        stack.enter_context(_kernels(values=values))
+        stack.enter_context(kernels(values=values))
         stack.enter_context(watch.watching())
         stack.enter_context(OnHost(watch) if values else without_values())
         return command(arguments)
 
 
 @contextmanager
-def _kernels(*, values: bool) -> Iterator[None]:
+def kernels(*, values: bool) -> Iterator[None]:
     """Choose kernels that the fake can launch: none of cuDNN's, and with values no attention that a CPU lacks."""
     cuda, enabled = torch.backends.cuda, torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False

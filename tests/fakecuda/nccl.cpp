@@ -23,7 +23,7 @@ using ncclResult_t = int;
 using ncclDataType_t = int;
 using ncclRedOp_t = int;
 using ncclConfig_t = void;
-enum { ncclSuccess = 0, ncclInvalidArgument = 4 };
+enum { ncclSuccess = 0, ncclInvalidArgument = 4, ncclInvalidUsage = 5 };
 enum { ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64, ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16 };
 enum { ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg, ncclNumOps };
 struct ncclUniqueId { char internal[128]; };
@@ -33,6 +33,7 @@ struct ncclComm {
   std::string directory;
   int rank, size, device;
   uint64_t number = 0;  // of the next collective
+  bool broken = false;  // its ranks have called different collectives, and cannot go on
   std::map<int, uint64_t> sent, received;  // by peer
 };
 namespace {
@@ -61,15 +62,19 @@ std::string file_of(ncclComm* comm, uint64_t number, int rank) {
   return comm->directory + "/" + std::to_string(number) + "." + std::to_string(rank);
 }
 
-// Returns what each rank has put as number `number`; `what` describes the call, which must be the same on all.
+// Returns what each rank has put as number `number`; `what` describes the call, which must be the same on all. Nothing if
+// it is not: NCCL would hang, or exchange something else.
 std::vector<std::string> taken(ncclComm* comm, uint64_t number, const std::string& what) {
   std::vector<std::string> all;
   for (int rank = 0; rank < comm->size; rank++) {
     std::string content = take(file_of(comm, number, rank));
     std::string theirs = content.substr(0, content.find('\n'));
-    if (theirs != what)
+    if (theirs != what) {
       fault("NCCL: rank " + std::to_string(comm->rank) + " calls " + what + ", rank " + std::to_string(rank) +
             " of its group calls " + theirs);
+      comm->broken = true;
+      return {};
+    }
     all.push_back(content.substr(theirs.size() + 1));
   }
   return all;
@@ -148,12 +153,13 @@ ncclResult_t collective(ncclComm* comm, const std::string& what, const void* fro
     fault(what + " on device " + std::to_string(current_device) + ", its group is on " + std::to_string(comm->device));
   check_range(from, bytes_from, what.c_str());
   check_range(to, bytes_to, what.c_str());
+  if (comm->broken) return ncclInvalidUsage;
   Stream* stream = stream_of(on);
   complete(stream);
   uint64_t number = give(comm, what, from, bytes_from);
   submit(stream, [=] {
     std::vector<std::string> all = taken(comm, number, what);
-    if (to) finish(all);
+    if (to && !all.empty()) finish(all);
   });
   return ncclSuccess;
 }

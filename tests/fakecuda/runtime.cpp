@@ -1,9 +1,12 @@
 // libcudart: memory, streams, events, copies and graphs.
 //
-// Device memory is host memory that nothing touches until a copy or fake.py does, so a model of any size fits. Streams
-// run behind: an asynchronous copy is made when CUDA must have made it at the latest, that is when something waits for
-// it, or when LAG more operations are queued. A copy whose source in page-locked memory has changed in between is a
-// fault, and so is what may not be called while a graph is captured.
+// Device memory is host memory that nothing touches until a copy or device.py does, so a model of any size fits. Streams
+// run behind, for two readers:
+// - Another stream, and a kernel: an asynchronous copy is made when a later operation of its stream is computed, or when
+//   another stream waits for it.
+// - The host: it knows of nothing that it has not waited or asked for, and that is not LAG operations old. Until then
+//   page-locked memory that is copied to holds NaN, and page-locked memory that is copied from must not change.
+// What may not be called while a graph is captured is a fault.
 
 #include "fakecuda.h"
 
@@ -111,9 +114,11 @@ uint64_t checksum(const void* pointer, size_t bytes) {
 
 struct Graph { size_t nodes = 0; bool invalid = false; };
 
+using Effects = std::deque<std::pair<uint64_t, std::function<void()>>>;  // by the number of the operation
+
 struct Stream {
-  uint64_t submitted = 0, completed = 0;  // operations
-  std::deque<std::pair<uint64_t, std::function<void()>>> queue;  // those with an effect, by their number
+  uint64_t submitted = 0, completed = 0, known = 0;  // operations; known: to the host
+  Effects queue, news;  // on the device, and on the host
   int device = 0, priority = 0;
   Graph* capture = nullptr;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
@@ -133,21 +138,34 @@ struct Event {
 auto& default_streams = *new std::map<int, Stream>;  // by device
 auto& streams = *new std::vector<Stream*>;
 
-// Makes the effects of the first `number` operations, whatever they wait for included.
-void complete_until(Stream* stream, uint64_t number) {
-  Guard guard(lock);
-  while (!stream->queue.empty() && stream->queue.front().first <= number) {
-    auto run = std::move(stream->queue.front().second);
-    stream->queue.pop_front();
+void run_until(Effects& effects, uint64_t number) {
+  while (!effects.empty() && effects.front().first <= number) {
+    auto run = std::move(effects.front().second);
+    effects.pop_front();
     run();
   }
+}
+
+// Makes the effects of the first `number` operations on the device, whatever they wait for included.
+void complete_until(Stream* stream, uint64_t number) {
+  Guard guard(lock);
+  run_until(stream->queue, number);
   stream->completed = std::max(stream->completed, number);
 }
 
-void complete_all() {
+// Lets the host know that the first `number` operations are over.
+void know_until(Stream* stream, uint64_t number) {
   Guard guard(lock);
-  for (auto& entry : default_streams) complete(&entry.second);
-  for (Stream* stream : streams) complete(stream);
+  complete_until(stream, number);
+  run_until(stream->news, number);
+  stream->known = std::max(stream->known, number);
+}
+void know(Stream* stream) { know_until(stream, stream->submitted); }
+
+void know_all() {
+  Guard guard(lock);
+  for (auto& entry : default_streams) know(&entry.second);
+  for (Stream* stream : streams) know(stream);
 }
 
 thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
@@ -189,13 +207,14 @@ Stream* stream_of(cudaStream_t stream) {
   return &found;
 }
 
-bool submit(Stream* stream, std::function<void()> effect) {
+bool submit(Stream* stream, std::function<void()> effect, std::function<void()> news) {
   Guard guard(lock);
   made_contexts[stream->device] = true;
   if (stream->capture) { stream->capture->nodes++; return false; }
   stream->submitted++;
   if (effect) stream->queue.emplace_back(stream->submitted, std::move(effect));
-  if (stream->submitted > LAG) complete_until(stream, stream->submitted - LAG);
+  if (news) stream->news.emplace_back(stream->submitted, std::move(news));
+  if (stream->submitted > LAG) know_until(stream, stream->submitted - LAG);
   return true;
 }
 void complete(Stream* stream) { complete_until(stream, stream->submitted); }
@@ -205,6 +224,22 @@ void complete(Stream* stream) { complete_until(stream, stream->submitted); }
 namespace {
 
 bool moves = true;  // false: what is in device memory does not matter, and is neither copied nor filled
+
+// A copy to page-locked memory of which the host does not know yet: its content is here, once it is made.
+struct Arrival { size_t bytes; std::shared_ptr<std::string> content; };
+auto& arrivals = *new std::map<char*, Arrival>;  // by target
+
+// Lets page-locked memory have what has arrived there, which another copy reads. Returns whether anything was to arrive.
+bool deliver(const void* from, size_t bytes) {
+  auto begin = static_cast<const char*>(from);
+  bool any = false;
+  for (auto& [to, arrival] : arrivals)
+    if (to < begin + bytes && begin < to + arrival.bytes) {
+      memcpy(to, arrival.content->data(), arrival.content->size());
+      any = true;
+    }
+  return any;
+}
 
 cudaError_t copy(void* to, const void* from, size_t bytes, Stream* stream, bool synchronous) {
   if (bytes == 0) return cudaSuccess;
@@ -219,31 +254,50 @@ cudaError_t copy(void* to, const void* from, size_t bytes, Stream* stream, bool 
                            : nullptr;
   if (reason) {
     if (breaks_capture(reason)) return failed(cudaErrorStreamCaptureUnsupported);
-    if (submit(stream, [=] { memmove(to, from, bytes); })) complete(stream);
+    if (submit(stream, [=] { memmove(to, from, bytes); })) know(stream);
     waits(reason, bytes);
   } else if (pageable) {  // staged: the source may change at once
     auto staged = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
     submit(stream, [=] { memcpy(to, staged->data(), bytes); });
+  } else if (target == PINNED) {
+    memset(to, 0xFF, bytes);  // NaN: what a reader that does not wait may find
+    auto content = std::make_shared<std::string>();
+    auto target_at = static_cast<char*>(to);
+    { Guard guard(lock); arrivals[target_at] = {bytes, content}; }
+    auto keep = [=] { content->assign(static_cast<const char*>(from), bytes); };
+    auto tell = [=] {
+      memcpy(to, content->data(), bytes);
+      auto found = arrivals.find(target_at);
+      if (found != arrivals.end() && found->second.content == content) arrivals.erase(found);
+    };
+    submit(stream, keep, tell);
   } else {
-    uint64_t before = source == PINNED ? checksum(from, bytes) : 0;
-    if (target == PINNED) memset(to, 0xFF, bytes);  // NaN: what a reader that does not wait may find
-    submit(stream, [=] {
-      if (source == PINNED && checksum(from, bytes) != before)
-        fault("page-locked memory has changed before it was copied to the device, " + std::to_string(bytes) + " bytes");
+    bool is_there = source == PINNED && !deliver(from, bytes);
+    uint64_t before = is_there ? checksum(from, bytes) : 0;
+    auto move = [=] {
+      if (source == PINNED && !is_there) deliver(from, bytes);
       if (moves || source != target) memmove(to, from, bytes);
-    });
+    };
+    auto check = [=] {
+      if (is_there && checksum(from, bytes) != before)
+        fault("page-locked memory has changed before it was copied to the device, " + std::to_string(bytes) + " bytes");
+    };
+    submit(stream, move, check);
   }
   return cudaSuccess;
 }
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------------------------- for fake.py
+// ------------------------------------------------------------------------------------------------------- for device.py
 
 API void fake_on_wait(void (*callback)(const char*, size_t)) { on_wait = callback; }
 API const char* fake_faults() { return faults.c_str(); }
 API void fake_complete(cudaStream_t stream) { complete(stream_of(stream)); }  // what its next kernel may rely on
 API void fake_moves(int value) { moves = value; }
+API void fake_spoil(void* pointer, size_t bytes, cudaStream_t stream) {  // fresh memory: NaN, or -1, until it is written
+  submit(stream_of(stream), [=] { memset(pointer, 0xFF, bytes); });
+}
 
 // ------------------------------------------------------------------------------------------------------------ memory
 
@@ -255,7 +309,7 @@ API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 API cudaError_t cudaFree(void* pointer) {
   if (breaks_capture("cudaFree")) return failed(cudaErrorStreamCaptureUnsupported);
   if (!pointer) return cudaSuccess;
-  complete_all();  // it waits; its caller holds the allocator's lock, so nobody is told
+  know_all();  // it waits; its caller holds the allocator's lock, so nobody is told
   return release(pointer) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 API cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
@@ -266,7 +320,7 @@ API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   return *pointer ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 API cudaError_t cudaFreeHost(void* pointer) {
-  complete_all();
+  know_all();
   return !pointer || release(pointer) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
@@ -275,6 +329,7 @@ API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
   return cudaSuccess;
 }
 API cudaError_t cudaHostUnregister(void* pointer) {
+  know_all();
   Guard guard(lock);
   return blocks.erase(uintptr_t(pointer)) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
@@ -342,13 +397,13 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   if (breaks_capture("cudaStreamSynchronize")) return failed(cudaErrorStreamCaptureUnsupported);
   Stream* which = stream_of(stream);
-  complete(which), waits("cudaStreamSynchronize");
+  know(which), waits("cudaStreamSynchronize");
   return cudaSuccess;
 }
 API cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (breaks_capture("cudaStreamQuery")) return failed(cudaErrorStreamCaptureUnsupported);
   Stream* which = stream_of(stream);
-  return which->completed >= which->submitted ? cudaSuccess : cudaErrorNotReady;
+  return which->known >= which->submitted ? cudaSuccess : cudaErrorNotReady;
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t waited, unsigned) {
   Event* event = reinterpret_cast<Event*>(waited);
@@ -358,7 +413,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t waited, uns
   if (event->captured && !which->capture) {  // the stream joins the capture
     which->capture = event->captured, which->mode = source->mode, which->capture_id = source->capture_id;
   }
-  if (source) submit(which, [=] { complete_until(source, number); });
+  if (source) submit(which, [=] { complete_until(source, number); }, [=] { know_until(source, number); });
   return cudaSuccess;
 }
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
@@ -382,15 +437,15 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return
 API cudaError_t cudaEventQuery(cudaEvent_t queried) {
   Event* event = reinterpret_cast<Event*>(queried);
   if (event->captured && breaks_capture("cudaEventQuery")) return failed(cudaErrorStreamCaptureUnsupported);
-  if (!event->stream || event->stream->completed >= event->number) return cudaSuccess;
+  if (!event->stream || event->stream->known >= event->number) return cudaSuccess;
   if (std::chrono::steady_clock::now() - event->time < MOST) return cudaErrorNotReady;
-  complete_until(event->stream, event->number);
+  know_until(event->stream, event->number);
   return cudaSuccess;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t awaited) {
   Event* event = reinterpret_cast<Event*>(awaited);
   if (breaks_capture("cudaEventSynchronize")) return failed(cudaErrorStreamCaptureUnsupported);
-  if (event->stream) complete_until(event->stream, event->number);
+  if (event->stream) know_until(event->stream, event->number);
   waits("cudaEventSynchronize");
   return cudaSuccess;
 }
@@ -412,7 +467,7 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t 
 
 API cudaError_t cudaDeviceSynchronize() {
   if (breaks_capture("cudaDeviceSynchronize")) return failed(cudaErrorStreamCaptureUnsupported);
-  complete_all(), waits("cudaDeviceSynchronize");
+  know_all(), waits("cudaDeviceSynchronize");
   return cudaSuccess;
 }
 API cudaError_t cudaGetLastError() { cudaError_t error = last_error; last_error = cudaSuccess; return error; }
