@@ -22,11 +22,9 @@ from dali_train.commands.arguments import (
     Commands,
     add_launch_options,
     config_of,
-    gigabytes,
     launch_options,
     load_user_extensions,
     path_or_url,
-    refuse_numbers,
     refuse_settings,
     with_config,
 )
@@ -60,6 +58,7 @@ from dali_train.text import aligned, printable, shortened
 EXTRA_COMMANDS = (
     "dali_train.extras.blame:add_blame_command",
     "dali_train.extras.fit:add_fit_command",
+    "dali_train.extras.plan:add_plan_command",
     "dali_train.extras.doctor:add_doctor_command",
     "dali_train.extras.export:add_export_command",
     "dali_train.extras.predict:add_predict_command",
@@ -110,7 +109,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
     add_launch_options(parser, hidden=True)  # torch.distributed.launch puts --local-rank before the command
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_train, _add_evaluate, _add_status, _add_plan, _add_recipes, _add_completion, add_data_command):
+    for add in (_add_train, _add_evaluate, _add_status, _add_recipes, _add_completion, add_data_command):
         add(commands)
     for add in load_rows(EXTRA_COMMANDS):
         add(commands)
@@ -254,41 +253,6 @@ def _status(options: argparse.Namespace, overrides: list[str]) -> int:
     (directory,) = runs or directories[:1]
     print(printable(describe(directory)))
     return exit_status(read_status(directory))
-
-
-def _add_plan(commands: Commands) -> None:
-    summary = "Show what a run would do: settings, steps, learning rate, memory. Needs no GPU and reads no data."
-    plan = with_config(commands, "plan", summary, _plan)
-    plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
-    plan.add_argument(
-        "--gpu-memory",
-        type=gigabytes,
-        metavar="GB",
-        help="memory of each rank's GPU: also report the largest micro-batch that fits",
-    )
-    plan.add_argument(
-        "--gpu", metavar="NAME", help="plan for such GPUs instead of this machine: h100, a100, ... (their data sheets)"
-    )
-    plan.add_argument(
-        "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
-    )
-
-
-def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
-    config = config_of(options, overrides)
-    with importing(f"dali-train {options.command}"):
-        from dali_train.commands.plan import print_plan
-
-    refuse_numbers(options, "world_size", "num_images", "gpu_memory")
-    print_plan(
-        config,
-        world_size=launch_options(options).world_size,
-        num_images=options.num_images,
-        picture=options.picture,
-        gpu_memory_gb=options.gpu_memory,
-        gpu_name=options.gpu,
-    )
-    return FINISHED
 
 
 def _add_recipes(commands: Commands) -> None:

@@ -27,6 +27,7 @@ from dali_train.text import plural, printable, shortened
 # What most datasets do without, imported where it is asked for.
 SUBSET = "dali_train.extras.subset:subset"
 SHEETS = "dali_train.extras.pictures.sheets"
+IN_PLACE = "dali_train.extras.index_in_place"
 
 if TYPE_CHECKING:
     from dali_train.data.convert.datasets import InPlace
@@ -380,7 +381,6 @@ def _in_place_in_bucket(url: str) -> "InPlace | None":
 
 def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
     from dali_train.data.convert.conversion import class_order_of
-    from dali_train.data.convert.index_in_place import IndexInPlace, index_in_place
     from dali_train.data.dataset.manifest import cache_directory
 
     source, out = options.dataset, options.out
@@ -405,7 +405,8 @@ def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
         arguments = (options,) if kind == "folder" else (options, within)
         return DATASETS[kind].load(*arguments)
 
-    task = IndexInPlace(
+    in_place = load_row(IN_PLACE, "data index of images in place")
+    task = in_place.IndexInPlace(
         name=kind,
         load=load,
         options={name: getattr(options, name) for name in ("image_key", "label_key")},
@@ -419,7 +420,7 @@ def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
         on_bad=options.on_bad,
         workers=options.workers,
     )
-    for line in index_in_place(task):
+    for line in in_place.index_in_place(task):
         print(printable(line if url is None else line.replace(str(out), url)))
     return 0
 

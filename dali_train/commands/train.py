@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,7 +50,6 @@ from dali_train.runtime.process import device_name, num_cores, processor_name
 from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.status import RunStatus, newest_step, score
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
-from dali_train.runtime.torchrun import launch_locally
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.text import redacted
 from dali_train.training.build import (
@@ -75,6 +74,7 @@ logger = logging.getLogger("dali_train")
 # What a run may do without, imported where it is asked for.
 MIRROR = "dali_train.extras.mirror:mirrored"
 FASTEST_NUMBER = "dali_train.extras.num_processes:fastest_number"
+LOCAL_LAUNCH = "dali_train.extras.local_launch:launch_locally"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,31 +250,40 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
         ConfigError, DatasetError: something that the caller can correct.
         RunError: the run failed; the message says why.
     """
-    if num_processes is not None:
-        config = load_config(config) if isinstance(config, Path | str) else config
-        if config.hooks.user and not config.files:
-            raise ConfigError(
-                "hooks.user with num_processes: the new processes find hooks only in a config file; define them there, "
-                "or use torchrun"
-            )
-        if num_processes == "auto":
-            num_processes = int(load_row(FASTEST_NUMBER, "num_processes auto")(config))
-        if num_processes < 1:
-            raise ConfigError(f"num_processes is {num_processes}: use at least 1, or auto")
-        fit_to_ranks(config, Launch(world_size=num_processes, port=1))
-        hooks, config = hook_names(config.hooks.user), config.replace({"hooks.user": ()})  # which may not pickle
-        results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
-        result = next((result for result in results.values() if isinstance(result, Exception)), results[0])
-        if isinstance(result, Exception):
-            result.reported_elsewhere = False  # no rank has printed it
-            raise result
-        return result
     config = load_config(config) if isinstance(config, Path | str) else config
+    if num_processes is not None:
+        return _run_locally(config, num_processes)
     stop_requests = StopRequests(config.run.max_seconds)
     try:
         return run_rank(config, LaunchOptions(), stop_requests)
     finally:
         stop_requests.close()
+
+
+def _run_locally(config: Config, num_processes: int | Literal["auto"]) -> RunResult:
+    """Run in new processes on this host, see `run`."""
+    if config.hooks.user and not config.files:
+        raise ConfigError(
+            "hooks.user with num_processes: the new processes find hooks only in a config file; define them there, "
+            "or use torchrun"
+        )
+    if num_processes == "auto":
+        num_processes = int(load_row(FASTEST_NUMBER, "num_processes auto")(config))
+    if num_processes < 1:
+        raise ConfigError(f"num_processes is {num_processes}: use at least 1, or auto")
+    fit_to_ranks(config, Launch(world_size=num_processes, port=1))
+    launch_locally: Callable[..., dict[int, RunResult | ConfigError | DatasetError]]
+    launch_locally = load_row(LOCAL_LAUNCH, "num_processes")
+    hooks = hook_names(config.hooks.user)
+    config = config.replace({"hooks.user": ()})  # which may not pickle
+    results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
+    for error in results.values():
+        if isinstance(error, Exception):
+            error.reported_elsewhere = False  # no rank has printed it
+            raise error
+    result = results[0]
+    assert isinstance(result, RunResult)
+    return result
 
 
 def _run_or_mistake(config: Config, hooks: list[str]) -> RunResult | ConfigError | DatasetError:

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.extras.local_launch import launch_locally
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import METRICS, read_events
-from dali_train.runtime.torchrun import launch_locally
 from dali_train.text import duration, plural
 from dali_train.training.cost import estimate_memory, flops_per_image
 from dali_train.training.model import build_model, check_sizes

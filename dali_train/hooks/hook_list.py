@@ -17,7 +17,6 @@ from dali_train.errors import ConfigError
 from dali_train.files import NO_SPACE
 from dali_train.hooks import Hook, HookUnavailableError
 from dali_train.hooks.console import Console, RunLogs
-from dali_train.hooks.diagnostics import Health, SystemFacts
 from dali_train.hooks.jsonl import MetricsFile, SampleTrace
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
@@ -126,6 +125,7 @@ def _number(name: str, value: Any) -> float:
 
 
 EXTRA_HOOKS = [
+    "dali_train.extras.diagnostics:make_hooks",
     "dali_train.extras.inspection:make_hooks",
     "dali_train.extras.pictures.predictions:make_hooks",
     "dali_train.extras.report.page:make_hooks",
@@ -149,7 +149,7 @@ def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
     trackers = make_trackers(config.trackers)
     hooks: list[Hook] = [RunLogs(), Console()]
     if layout.rank == 0:
-        hooks += [MetricsFile(), SystemFacts(), Health()]
+        hooks.append(MetricsFile())
     for make in load_rows(EXTRA_HOOKS):
         hooks += make(config, layout)
     if layout.rank == 0:

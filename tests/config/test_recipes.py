@@ -15,12 +15,12 @@ import torch
 import torchvision
 
 from dali_train.cli import main
-from dali_train.commands.plan import print_plan
 from dali_train.config import Config, OptimizerConfig, load_config
 from dali_train.config.augment_spec import parse_augment
 from dali_train.config.config import recipe_names, recipe_table
 from dali_train.data.loading.augment import OPERATORS
 from dali_train.errors import ConfigError
+from dali_train.extras.plan.forecast import print_plan
 from dali_train.training.cost import flops_per_image
 from dali_train.training.model import build_model, check_sizes
 from dali_train.training.optim import make_optimizer

@@ -20,7 +20,7 @@ from dali_train.data.dataset.storage import open_shards
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.errors import DatasetError
 from tests.convert.files import small_photograph, write_folder, write_tar
-from tests.convert.test_index_in_place import write_mds
+from tests.extras.test_index_in_place import write_mds
 
 JPEG = small_photograph(0)
 

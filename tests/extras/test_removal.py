@@ -92,7 +92,7 @@ def test_the_rest_works_without(part: str, answers: dict[str, dict[str, str]]) -
     answer = answers[part]
     assert "error" not in answer, answer["error"]
     gone = removed_with(part)
-    for command in ("doctor", "export", "init", "predict", "report"):
+    for command in ("plan", "doctor", "export", "init", "predict", "report"):
         assert (f"    {command} " in answer["help"]) == (command not in gone), command
     assert "    train " in answer["help"]
 

@@ -31,11 +31,11 @@ from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import ConfigError
+from dali_train.extras.diagnostics import HISTORY, Health
 from dali_train.extras.inspection import LambView, Profile
 from dali_train.extras.pictures.predictions import class_names, sample_images, sheet
 from dali_train.hooks import Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.console import Console, RunLogs, fitting
-from dali_train.hooks.diagnostics import HISTORY, Health
 from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.jsonl import JsonLines
 from dali_train.parallel.layout import Layout

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dali_train.cli import main
-from dali_train.commands.plan import RankPlan, describe_ranks
 from dali_train.config import BatchConfig, Config, ModelConfig, ParallelConfig
 from dali_train.errors import ConfigError
+from dali_train.extras.plan.forecast import RankPlan, describe_ranks
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import local
 from dali_train.parallel.stages import (

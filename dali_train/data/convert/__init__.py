@@ -4,8 +4,7 @@ A *source* lists images, each a range of bytes in a file, and reads them where t
 directories and tar archives (`trees`, `imagenet`), many files of other libraries (`listing`, `formats`),
 small sets in memory (`small`), another dataset (`subset`). `image` makes the bytes to store, `shards` writes them,
 `conversion` gives each image its shard and position, resumes, and hands the result to
-`dali_train.data.dataset.build_index`; `index_in_place` indexes what is listed without a copy; `datasets` is the table
-of all that can be converted.
+`dali_train.data.dataset.build_index`; `datasets` is the table of all that can be converted.
 
 The invariant: the bytes of a dataset are a function of the source, the options and the seed. Neither the number of
 workers, nor being killed and started again, changes a bit of it.

@@ -34,7 +34,6 @@ from torch import nn
 
 from dali_train.checkpoint.format import CheckpointError, ranks_without_shared_disk
 from dali_train.commands.equal_ranks import require_equal_ranks
-from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
 from dali_train.config import Config, DataConfig, HooksConfig, ParallelConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split, sizes_of
@@ -44,6 +43,7 @@ from dali_train.data.loading.loader import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
 from dali_train.extras.doctor.findings import Finding, table
 from dali_train.extras.doctor.surroundings import home, network, temporary_files
+from dali_train.extras.plan.forecast import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
 from dali_train.files import NO_DIRECTORY_FSYNC, NO_SYMLINKS, NoLocksError, try_lock
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import DIMENSIONS, make_mesh

@@ -22,8 +22,8 @@ from timm.models import save_for_hf
 from dali_train.checkpoint.recipe import saved_recipe
 from dali_train.checkpoint.run_directory import MANIFEST, RunDirectory, local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
-from dali_train.commands.plan import changed_settings
 from dali_train.errors import ConfigError, RunError
+from dali_train.extras.plan.forecast import changed_settings
 from dali_train.files import write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import decisive

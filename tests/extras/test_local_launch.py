@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from dali_train.errors import ConfigError, RunError
+from dali_train.extras.local_launch import launch_locally
 from dali_train.files import temporary_directory
 from dali_train.runtime.launch import LaunchOptions, discover
-from dali_train.runtime.torchrun import launch_locally
 
 REPOSITORY = Path(__file__).parents[2]  # not conftest's: each rank imports this file, and DALI with it
 
@@ -61,7 +61,7 @@ def start_sleeper(
     directory: Path, *, ranks: int = 1, guard: str = "if __name__ == '__main__': "
 ) -> subprocess.Popen[str]:
     """A script that starts ranks which sleep, in a process group of its own, like a terminal's."""
-    script = "import sys; from pathlib import Path; from tests.runtime.test_local_launch import sleep, launch_locally\n"
+    script = "import sys; from pathlib import Path; from tests.extras.test_local_launch import sleep, launch_locally\n"
     script += f"{guard}launch_locally(sleep, Path(sys.argv[1]), num_processes={ranks})"
     (directory / "script.py").write_text(script)
     words, environment = (

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 import psutil
 import torch
 
+from dali_train.config import HooksConfig
 from dali_train.hooks import Hook
 from dali_train.hooks.records import RunStart, StepRecord
+from dali_train.parallel.layout import Layout
 
 logger = logging.getLogger("dali_train")
 
@@ -129,3 +131,7 @@ class Health(Hook):
                 f"{share:.0%} of the last {step - first_step} steps were skipped for gradients that were not finite "
                 f"(step {step}): lower optimizer.lr, lengthen schedule.warmup_epochs, or use precision.dtype bf16"
             )
+
+
+def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
+    return [SystemFacts(), Health()] if layout.rank == 0 else []

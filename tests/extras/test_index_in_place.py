@@ -18,13 +18,13 @@ from tfrecord import writer
 
 from dali_train.cli import main
 from dali_train.config import Config
-from dali_train.data.convert import index_in_place
 from dali_train.data.convert.image import RawImage
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest, fetched_metadata
 from dali_train.data.dataset.storage import open_shards
 from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import DatasetError
+from dali_train.extras import index_in_place
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket
 from tests.conftest import StartTraining, Train, encoded, photograph
