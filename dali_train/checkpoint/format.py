@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dali_train.checkpoint.record import EvaluationsRecord, WeightsRecord
+from dali_train.checkpoint.fingerprint import EvaluationDigests, WeightDigests
 from dali_train.checkpoint.run_directory import (
     MANIFEST,
     MANIFEST_DIGEST,
@@ -96,9 +96,9 @@ class RunValues:
     class_names: tuple[str, ...] = ()
     applies_orientation: bool = False  # of the images, see `Manifest.applies_orientation`
     epoch_accuracies: tuple[float, ...] = ()  # top-1 of the evaluations before this step, fractions
-    record: Annotated[str, Rule("a record", pattern="(?:[0-9a-f]{64})?")] = ""  # see record.py
-    weights: WeightsRecord = field(default_factory=dict)
-    evaluations: EvaluationsRecord = field(default_factory=dict)  # before this step
+    record: Annotated[str, Rule("a record", pattern="(?:[0-9a-f]{64})?")] = ""  # the fingerprint, see there
+    weights: WeightDigests = field(default_factory=dict)
+    evaluations: EvaluationDigests = field(default_factory=dict)  # before this step
     dropout: Literal["block", "micro-batch"] | None = None  # see invariant.py
     optimizer: OptimizerValues | None = None
     scaler: dict[str, float] = field(default_factory=dict)  # of the loss, torch's

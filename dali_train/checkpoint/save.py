@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from dali_train.checkpoint.fingerprint import WeightDigests, weights_digest
 from dali_train.checkpoint.format import (
     CheckpointError,
     CheckpointManifest,
@@ -31,7 +32,6 @@ from dali_train.checkpoint.format import (
     ranks_without_shared_disk,
     read_safetensors,
 )
-from dali_train.checkpoint.record import WeightsRecord, weights_digest
 from dali_train.checkpoint.run_directory import (
     best_first,
     checkpoint_paths,
@@ -74,7 +74,7 @@ class CheckpointWriter:
         keep: int,
         keep_best: int = 1,
         num_stages: int = 1,
-        weights: WeightsRecord | None = None,
+        weights: WeightDigests | None = None,
     ) -> None:
         self._directory = directory
         self._group = group
@@ -90,7 +90,7 @@ class CheckpointWriter:
         self._num_bytes = 0
 
     @classmethod
-    def of(cls, plan: RunPlan, group: dist.ProcessGroup | None, weights: WeightsRecord) -> "CheckpointWriter":
+    def of(cls, plan: RunPlan, group: dist.ProcessGroup | None, weights: WeightDigests) -> "CheckpointWriter":
         """Return the writer of a run's checkpoints."""
         return cls(
             plan.directory / "checkpoints",

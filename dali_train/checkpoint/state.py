@@ -21,6 +21,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
+from dali_train.checkpoint.fingerprint import (
+    EvaluationDigests,
+    Fingerprint,
+    WeightDigests,
+    evaluation_digest,
+    recipe_digest,
+    written,
+)
 from dali_train.checkpoint.format import (
     Checkpoint,
     CheckpointError,
@@ -31,14 +39,6 @@ from dali_train.checkpoint.format import (
     load_checkpoint,
 )
 from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
-from dali_train.checkpoint.record import (
-    EvaluationsRecord,
-    RunRecord,
-    WeightsRecord,
-    evaluation_digest,
-    recipe_digest,
-    written,
-)
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
 from dali_train.config import LossConfig, ModelConfig
 from dali_train.errors import ConfigError
@@ -60,10 +60,10 @@ class Progress:
     recipe: dict[str, Any]
     step: int = 0  # optimizer steps done
     saved_step: int = 0  # of the newest checkpoint
-    record: RunRecord
-    weights: WeightsRecord = field(default_factory=dict)  # of the checkpoints so far; complete on rank 0
+    fingerprint: Fingerprint  # of the steps done
+    weights: WeightDigests = field(default_factory=dict)  # of the checkpoints so far; complete on rank 0
     accuracies: list[float] = field(default_factory=list)  # top-1 of the evaluations so far, in order, fractions
-    evaluations: EvaluationsRecord = field(default_factory=dict)
+    evaluations: EvaluationDigests = field(default_factory=dict)
     evaluation_is_pending: bool = False  # the checkpoint has no accuracy yet, and may be due for evaluation
 
     @property
@@ -117,8 +117,8 @@ def find_start(plan: RunPlan, group: dist.ProcessGroup | None) -> tuple[Start, P
     checkpoint, warnings = find_checkpoint(config.run.resume, plan.directory / "checkpoints", group)
     if checkpoint is None:
         weights = first_weights(config.model, plan.class_names)
-        record = RunRecord.of(plan, written(recipe_digest(current), 0) if config.data.reader != "dali" else "")
-        return Start(weights=weights, warnings=warnings), Progress(recipe=current, record=record)
+        fingerprint = Fingerprint.of(plan, written(recipe_digest(current), 0) if config.data.reader != "dali" else "")
+        return Start(weights=weights, warnings=warnings), Progress(recipe=current, fingerprint=fingerprint)
     warnings += check_recipe(
         saved_recipe(checkpoint.values, checkpoint.path),
         current,
@@ -130,7 +130,7 @@ def find_start(plan: RunPlan, group: dist.ProcessGroup | None) -> tuple[Start, P
         recipe=current,
         step=checkpoint.step,
         saved_step=checkpoint.step,
-        record=RunRecord.of(plan, checkpoint.values.record, checkpoint.step),
+        fingerprint=Fingerprint.of(plan, checkpoint.values.record, checkpoint.step),
         weights=checkpoint.values.weights,
     )
     # Other hosts may not see the checkpoint, and evaluate if it has no accuracy.
@@ -143,7 +143,7 @@ def find_start(plan: RunPlan, group: dist.ProcessGroup | None) -> tuple[Start, P
     return Start(checkpoint=checkpoint, warnings=warnings), progress
 
 
-def own_evaluation(checkpoint: Checkpoint, run_dir: Path) -> tuple[bool, float | None, EvaluationsRecord]:
+def own_evaluation(checkpoint: Checkpoint, run_dir: Path) -> tuple[bool, float | None, EvaluationDigests]:
     """Return whether `checkpoint` belongs to the run in `run_dir`, and if it does, its top-1 and the digest of its
     evaluation; None and {} if it was not evaluated."""
     directory = run_dir / "checkpoints"

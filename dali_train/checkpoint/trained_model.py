@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
+from dali_train.checkpoint.fingerprint import weights_digest
 from dali_train.checkpoint.format import Checkpoint, CheckpointError, load_checkpoint, load_chosen
-from dali_train.checkpoint.record import weights_digest
 from dali_train.checkpoint.run_directory import RunDirectory, resolve_checkpoint
 from dali_train.checkpoint.state import first_weights, restore_weights
 from dali_train.config import Config, ModelConfig
@@ -54,7 +54,7 @@ class TrainedModel:
 
     @property
     def record(self) -> dict[str, str]:
-        """What ties the weights to the run's record, see record.py: the record of its steps, and their own digest."""
+        """What ties the weights to the run: the fingerprint of its steps, and their own digest."""
         return record_of(self.checkpoint, self.weights)
 
     def describe(self, run: str | None = None) -> str:

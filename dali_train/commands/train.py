@@ -26,13 +26,13 @@ import torch.distributed as dist
 from nvidia import dali
 from torch.optim import Optimizer
 
-from dali_train.checkpoint.format import RunValues, Tensors
-from dali_train.checkpoint.record import (
+from dali_train.checkpoint.fingerprint import (
     evaluation_digest,
     evaluations_digest,
     machine,
     result_of,
 )
+from dali_train.checkpoint.format import RunValues, Tensors
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Progress, Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
@@ -183,7 +183,7 @@ class Run:
                 best_top1=progress.best_top1,
                 ema=self.plan.config.ema.decay is not None,
                 lock_holder=self.lock_holder,
-                record=progress.record.text if progress.record.step == progress.step else "",
+                record=progress.fingerprint.text if progress.fingerprint.step == progress.step else "",
                 weights=result_of(progress.weights.get(str(progress.step), {})),
                 evaluations=evaluations_digest(progress.evaluations),
             ).write(self.plan.directory)
@@ -453,7 +453,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
             start_step=run.step,
             startup_s=startup_s,
             command=as_typed(command),
-            record=run.progress.record.text,
+            fingerprint=run.progress.fingerprint.text,
             machine=machine(plan),
             model=trainer.model,
             optimizer=trainer.optimizer,
@@ -501,7 +501,7 @@ def loop(run: Run, agreement: StepAgreement) -> None:
 def report_step(run: Run, lr: float, images: StepImages) -> None:
     """Pass the step to the hooks; on logging steps with metrics, for which the host waits for the device."""
     (micro_batches, batch), record = images, None
-    run.progress.record.add(micro_batches)
+    run.progress.fingerprint.add(micro_batches)
     if run.step % run.plan.config.hooks.log_every_steps == 0 or run.is_last_step:
         record = read_metrics(run, lr, batch.micro_batch.size)
     run.hooks.step(StepRecord(step=run.step, epoch=run.epoch, micro_batches=micro_batches, batch=batch, train=record))
@@ -521,7 +521,7 @@ def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
         mfu=run.flops.utilisation(rate, size) if run.flops is not None else None,
         noise_scale=noise.read() if noise is not None else None,
         measured=run.hooks.measure(),
-        record=run.progress.record.total(run.step, run.group),
+        fingerprint=run.progress.fingerprint.total(run.step, run.group),
     )
 
 
@@ -585,7 +585,7 @@ def save(run: Run) -> None:
     require_equal_replicas(run, state, values)
     values = replace(
         values,
-        record=run.progress.record.total(run.step, run.group),
+        record=run.progress.fingerprint.total(run.step, run.group),
         recipe=run.progress.recipe,
         class_names=run.plan.class_names,
         applies_orientation=run.plan.split.manifest.applies_orientation,

@@ -82,7 +82,7 @@ class MetricsFile(Hook):
         self._file = JsonLines(path, record.start_step)
         epoch = record.start_step * record.config.batch.global_batch / record.num_images
         facts = {"total_steps": record.total_steps, "startup_s": record.startup_s, "ranks": record.launch.world_size}
-        texts = {"command": record.command, "machine": record.machine, **_kept(record.record)}
+        texts = {"command": record.command, "machine": record.machine, **_kept(record.fingerprint)}
         if before:
             facts["lost_steps"] = max(0, max(event["step"] for event in before) - record.start_step)
             facts["away_s"] = max(0.0, time.time() - before[-1].get("time", time.time()))
@@ -90,7 +90,7 @@ class MetricsFile(Hook):
 
     def step(self, record: StepRecord) -> None:
         if record.train is not None:
-            self._write("train", record.step, record.epoch, record.train.scalars() | _kept(record.train.record))
+            self._write("train", record.step, record.epoch, record.train.scalars() | _kept(record.train.fingerprint))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write("eval", record.step, record.epoch, record.scalars())

@@ -19,7 +19,7 @@ class RunStart(RunPlan):
     start_step: int  # optimizer steps done before
     startup_s: float  # building everything, compiling included
     command: str  # that started this process, as in a shell and without secrets
-    record: str  # of the steps done before, see checkpoint/record.py; empty: none is kept
+    fingerprint: str  # of the steps done before, see checkpoint/fingerprint.py; empty: none is kept
     machine: str  # what decides the last bits of a step
     # Read only; callbacks can be registered on them (Module.register_forward_hook, ...), see Hook.
     model: nn.Module  # not wrapped for parallelism; in a pipeline this rank's stages, where names are still timm's
@@ -36,11 +36,11 @@ class TrainRecord(TrainingSums, StepTimes):
     mfu: float | None = None  # model FLOP utilisation, a fraction of the dense peak; None where the peak is not known
     noise_scale: float | None = None  # gradient noise scale in images, see `NoiseScale`; None where it is not known
     measured: Mapping[str, float] = field(default_factory=dict)  # what hooks measured
-    record: str = ""  # of all steps done, see checkpoint/record.py; empty: none is kept
+    fingerprint: str = ""  # of all steps done, see checkpoint/fingerprint.py; empty: none is kept
 
     def scalars(self) -> dict[str, float]:
         """Return all numbers by name, as they go into files and trackers."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("measured", "record")}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("measured", "fingerprint")}
         return {name: value for name, value in {**own, **self.measured}.items() if value is not None}
 
 

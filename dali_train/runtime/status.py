@@ -39,7 +39,7 @@ _LONGEST_LINE = 1_000_000  # bytes; a run's have about a thousand
 Event = dict[str, Any]
 
 TEXTS = ("command", "record", "machine")
-"""Fields of `start` and `train` events that are text; on the last two see checkpoint/record.py."""
+"""Fields of `start` and `train` events that are text; on the last two see checkpoint/fingerprint.py."""
 
 _NEEDED = {
     "start": ("startup_s",),
@@ -191,13 +191,13 @@ def _is_event(line: dict[str, Any]) -> bool:
         return False
     if not all(isinstance(line.get(name, ""), str) for name in TEXTS):
         return False
-    if "record" in line and not is_record(line["record"]):
+    if "record" in line and not is_fingerprint(line["record"]):
         return False
     return all(math.isfinite(value) for name, value in line.items() if name == "epoch" or name.endswith("_s"))
 
 
-def is_record(value: Any) -> bool:
-    """Return whether `value` has the form of a run's record, see checkpoint/record.py."""
+def is_fingerprint(value: Any) -> bool:
+    """Return whether `value` has the form of a run's record, see checkpoint/fingerprint.py."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
@@ -225,9 +225,9 @@ class RunStatus:
     best_top1: Fraction | None = None  # of the evaluations so far, a fraction
     ema: bool = False  # best_top1 is that of the moving average of the weights
     lock_holder: str = ""  # which process trained: `Holder.describe`
-    record: str = ""  # of these steps, see checkpoint/record.py; empty where it is not known
+    record: str = ""  # of these steps, see checkpoint/fingerprint.py; empty where it is not known
     weights: str = ""  # digest of the resulting weights after these steps, once they are saved
-    evaluations: str = ""  # digest of all evaluations, see checkpoint/record.py; empty where none has one
+    evaluations: str = ""  # digest of all evaluations, see checkpoint/fingerprint.py; empty where none has one
 
     def write(self, run_directory: Path) -> None:
         write_atomically(run_directory / _FILE, (json.dumps(asdict(self), indent=1) + "\n").encode())

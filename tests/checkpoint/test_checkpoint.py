@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from dali_train.checkpoint.fingerprint import weights_digest
 from dali_train.checkpoint.format import CheckpointError, RunValues, find_checkpoint, load_checkpoint, load_newest
 from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe
-from dali_train.checkpoint.record import weights_digest
 from dali_train.checkpoint.run_directory import checkpoint_paths, resolve_checkpoint, saved_score, saved_top1
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.trained_model import load_trained

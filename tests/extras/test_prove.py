@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dali_train.checkpoint.record import (
+from dali_train.checkpoint.fingerprint import (
     draws_digest,
     evaluation_digest,
     evaluations_digest,

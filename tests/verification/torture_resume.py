@@ -45,8 +45,8 @@ from pathlib import Path
 import torch.distributed as dist
 from matplotlib.figure import Figure
 
+from dali_train.checkpoint.fingerprint import weights_digest
 from dali_train.checkpoint.format import load_newest
-from dali_train.checkpoint.record import weights_digest
 from dali_train.config import load_config
 from dali_train.extras.proof.prove import prove
 from dali_train.runtime.status import METRICS, newest_step, read_events

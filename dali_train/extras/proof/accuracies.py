@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dali_train.checkpoint.record import evaluation_digest, evaluations_digest
+from dali_train.checkpoint.fingerprint import evaluation_digest, evaluations_digest
 from dali_train.checkpoint.run_directory import SCORE, saved_score, saved_top1, step_of
 from dali_train.extras.proof.evidence import Evidence
 from dali_train.files import read_limited

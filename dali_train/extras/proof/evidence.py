@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dali_train.checkpoint.fingerprint import WeightDigests, parsed
 from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, RunValues
 from dali_train.checkpoint.recipe import saved_recipe
-from dali_train.checkpoint.record import WeightsRecord, parsed
 from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths
 from dali_train.errors import ConfigError
 from dali_train.runtime.status import METRICS, RunStatus, read_status
@@ -35,7 +35,7 @@ class Evidence:
     beyond_the_end: list[str] = field(default_factory=list)  # where there are records of more steps
 
     @property
-    def weights(self) -> dict[Path, WeightsRecord]:
+    def weights(self) -> dict[Path, WeightDigests]:
         """The digests in each checkpoint, oldest first."""
         return {path: values.weights for path, values in self.checkpoints.items()}
 

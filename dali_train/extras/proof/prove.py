@@ -1,6 +1,6 @@
 """``dali-train prove``: whether a run had the samples, draws, rates and weights that its recipe demands.
 
-The record that a run keeps (checkpoint/record.py) is recomputed from the index, without images, on any machine,
+The record that a run keeps (checkpoint/fingerprint.py) is recomputed from the index, without images, on any machine,
 whatever ranks trained. Weights and accuracies are compared with their recorded digests; replay.py trains a step, or
 evaluates, again. A table in docs/proving.md says what this proves, and what it does not.
 """
@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dali_train.checkpoint.format import CheckpointError, load_checkpoint
-from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe
-from dali_train.checkpoint.record import (
-    WeightsRecord,
+from dali_train.checkpoint.fingerprint import (
+    WeightDigests,
     draws_digest,
     order_digest,
     recipe_digest,
@@ -25,6 +23,8 @@ from dali_train.checkpoint.record import (
     samples_of,
     weights_digest,
 )
+from dali_train.checkpoint.format import CheckpointError, load_checkpoint
+from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe
 from dali_train.checkpoint.run_directory import RunDirectory, local_run, step_of
 from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.config import Config
@@ -235,7 +235,7 @@ def check_weights(evidence: Evidence) -> tuple[int, list[str]]:
         The number of sets of weights that are here, and what differs.
     """
     faults, number = [*evidence.damage], 0
-    recorded: WeightsRecord = {}
+    recorded: WeightDigests = {}
     for path, history in evidence.weights.items():
         for step, digests in history.items():
             if recorded.setdefault(step, digests) != digests:

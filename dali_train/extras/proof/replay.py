@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dali_train.checkpoint.fingerprint import WeightDigests, machine, weights_digest
 from dali_train.checkpoint.format import Checkpoint, CheckpointManifest, Tensors, load_checkpoint
 from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe, saved_recipe
-from dali_train.checkpoint.record import WeightsRecord, machine, weights_digest
 from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, step_of
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Start, capture_run
@@ -62,7 +62,7 @@ class Recorded:
     @classmethod
     def of(cls, run: RunDirectory, step: int) -> "Recorded":
         """Find the steps to train again for `step`, counted from 1. Raises ConfigError: nothing to compare with."""
-        lines, machines, since, weights = {}, {}, {}, WeightsRecord()
+        lines, machines, since, weights = {}, {}, {}, WeightDigests()
         now, before = "", 0
         for event in run.events:
             if event["event"] == "start":

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from dali_train.checkpoint.fingerprint import machine
 from dali_train.checkpoint.format import load_chosen
-from dali_train.checkpoint.record import machine
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.state import Start
 from dali_train.checkpoint.trained_model import check_registered

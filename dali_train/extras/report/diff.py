@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dali_train.checkpoint.record import parsed, samples_of
+from dali_train.checkpoint.fingerprint import parsed, samples_of
 from dali_train.config import Config
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.extras.report.runs import ReportedRun, differences

@@ -1,10 +1,11 @@
-"""The record of a run, by which anyone can check it afterwards: see extras/proof and docs/proving.md.
+"""The fingerprint of a run, by which anyone can check it afterwards: see extras/proof and docs/proving.md. Files and
+messages call it the run's record.
 
-The record of the first s steps is two numbers of 128 bits, written as 64 hexadecimal digits. The first is the digest of
-dataset and recipe, plus the digests of which images were in each micro-batch of these steps; the second is the sum of
-the digests of their draws, both modulo 2**128. Sums depend neither on the rank that computed a micro-batch, nor on
-interruptions, nor on how often the record is written, and the difference of two records is that of the steps between
-them. A run adds up what its loader delivered; `prove` computes the same from the index alone (the invariant).
+The fingerprint of the first s steps is two numbers of 128 bits, written as 64 hexadecimal digits. The first is the
+digest of dataset and recipe, plus the digests of which images were in each micro-batch of these steps; the second is
+the sum of the digests of their draws, both modulo 2**128. Sums depend neither on the rank that computed a micro-batch,
+nor on interruptions, nor on how often the fingerprint is written, and the difference of two is that of the steps
+between them. A run adds up what its loader delivered; `prove` computes the same from the index alone (the invariant).
 
 The weights have a digest for each checkpoint. It covers names, types, shapes and complete tensors, so it does not
 depend on which ranks wrote which part. An evaluation has a digest of all its numbers.
@@ -33,10 +34,10 @@ from dali_train.runtime.process import device_name, processor_name
 from dali_train.text import plural
 from dali_train.training.build import RunPlan
 
-WeightsRecord = dict[str, dict[str, str]]
+WeightDigests = dict[str, dict[str, str]]
 """Step (in decimal, as JSON has it) -> section of the checkpoint, "model" or "ema" -> `weights_digest`."""
 
-EvaluationsRecord = dict[str, str]
+EvaluationDigests = dict[str, str]
 """Step -> `evaluation_digest`."""
 
 _BITS, _LIMB = 128, 32
@@ -90,13 +91,13 @@ def _number(digest: Any) -> int:
 
 
 def written(order: int, draws: int) -> str:
-    """Return the two sums as the 64 digits of a record."""
+    """Return the two sums as the 64 digits of a fingerprint."""
     return f"{order % (1 << _BITS):032x}{draws % (1 << _BITS):032x}"
 
 
-def parsed(record: str) -> tuple[int, int]:
-    """Return the two sums, (order, draws), of a record's 64 digits."""
-    return int(record[:32], 16), int(record[32:], 16)
+def parsed(fingerprint: str) -> tuple[int, int]:
+    """Return the two sums, (order, draws), of a fingerprint's 64 digits."""
+    return int(fingerprint[:32], 16), int(fingerprint[32:], 16)
 
 
 def weights_digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -114,7 +115,7 @@ def evaluation_digest(event: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
 
-def evaluations_digest(evaluations: EvaluationsRecord) -> str:
+def evaluations_digest(evaluations: EvaluationDigests) -> str:
     """Return the SHA-256 of the digests of several evaluations; empty if there are none."""
     lines = "".join(f"{step} {evaluations[step]}\n" for step in sorted(evaluations, key=int))
     return hashlib.sha256(lines.encode()).hexdigest() if lines else ""
@@ -126,34 +127,34 @@ def result_of(digests: dict[str, str]) -> str:
 
 
 @dataclass(kw_only=True)
-class RunRecord:
-    """The record of a run while it trains; every rank has one.
+class Fingerprint:
+    """The fingerprint of a run while it trains; every rank has one.
 
     Args:
-        text: the record of `step` steps; empty: none is kept, because the samples do not follow from the index
+        text: the fingerprint of `step` steps; empty: none is kept, because the samples do not follow from the index
             (data.reader dali), or because the run began with a version that kept none.
-        counts: whether this rank adds its micro-batches; of several ranks with the same ones, only one does.
+        adds_micro_batches: whether this rank does; of several ranks with the same micro-batches, only one does.
     """
 
     text: str
     step: int
-    counts: bool
+    adds_micro_batches: bool
     _pending: list[int] = field(default_factory=lambda: [0, 0])  # sums of this rank's digests since `step`
 
     @classmethod
-    def of(cls, plan: RunPlan, text: str, step: int = 0) -> "RunRecord":
-        """Return the record of this rank, which continues `text`, the record of `step` steps."""
-        return cls(text=text, step=step, counts=plan.layout.is_first_of_coordinate)
+    def of(cls, plan: RunPlan, text: str, step: int = 0) -> "Fingerprint":
+        """Return the fingerprint of this rank, which continues `text`, that of `step` steps."""
+        return cls(text=text, step=step, adds_micro_batches=plan.layout.is_first_of_coordinate)
 
     def add(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Add what this rank's loader delivered for a step."""
-        if self.text and self.counts:
+        if self.text and self.adds_micro_batches:
             for batch in micro_batches:
                 self._pending[0] += order_digest(batch.step, batch.k, batch.images)
                 self._pending[1] += draws_digest(batch)
 
     def total(self, step: int, group: dist.ProcessGroup | None) -> str:
-        """Return the record after `step` steps. All ranks of `group` call this together."""
+        """Return the fingerprint after `step` steps. All ranks of `group` call this together."""
         if not self.text or step == self.step:
             return self.text
         places = range(0, _BITS, _LIMB)
