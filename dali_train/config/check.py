@@ -189,34 +189,49 @@ class _InvalidValueError(Exception):
 
 
 def _validated(value: Any, hint: Any) -> Any:
+    """Return `value` as the type `hint`. Raises _InvalidValueError: it is none.
+
+    | hint                      | accepted                        | becomes                                |
+    |---------------------------|---------------------------------|----------------------------------------|
+    | bool, int, float, str     | see `_IS_VALID`                 | itself; a path becomes text            |
+    | Annotated[T, Rule]        | a T that the rule allows        | as T                                   |
+    | A or B                    | an A, else a B                  | as the first that accepts it           |
+    | Literal                   | one of its values and types     | itself                                 |
+    | tuple                     | a tuple or list of that length  | a tuple of checked elements            |
+    | dict                      | a dict                          | a dict of checked keys and values      |
+    | Any, Callable, a class    | anything, a function, an object | itself                                 |
+    | a dataclass, so a section | a dict                          | the section, which checks its values   |
+    """
     if hint in _IS_VALID:
         if _IS_VALID[hint](value):
             return os.fspath(value) if hint is str else value
         raise _InvalidValueError
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
+    is_unrestricted = hint is Any or (origin is Callable and callable(value))
     if origin is Annotated:
         value = _validated(value, arguments[0])
         if all(note.allows(value) for note in arguments[1:] if isinstance(note, Rule)):
             return value
     elif origin in (Union, types.UnionType):
-        for one in arguments:
+        for alternative in arguments:
             try:
-                return _validated(value, one)
+                return _validated(value, alternative)
             except _InvalidValueError:
                 continue
     elif origin is Literal:
-        if any(value is known or (value == known and type(value) is type(known)) for known in arguments):
-            return value
+        for known in arguments:
+            if value is known or (value == known and type(value) is type(known)):
+                return value
     elif origin is tuple and isinstance(value, tuple | list):
-        hints = arguments[:1] * len(value) if arguments[1:] == (Ellipsis,) else arguments
+        is_open = arguments[1:] == (Ellipsis,)  # of any length
+        hints = arguments[:1] * len(value) if is_open else arguments
         if len(value) == len(hints):
-            return tuple(_validated(one, hint) for one, hint in zip(value, hints, strict=True))
+            return tuple(map(_validated, value, hints))
     elif origin is dict and isinstance(value, dict):
-        key, item = arguments
-        return {_validated(name, key): _validated(one, item) for name, one in value.items()}
-    elif (
-        hint is Any or (origin is Callable and callable(value)) or (isinstance(hint, type) and isinstance(value, hint))
-    ):
+        key_hint, item_hint = arguments
+        return {_validated(key, key_hint): _validated(item, item_hint) for key, item in value.items()}
+    elif is_unrestricted or (isinstance(hint, type) and isinstance(value, hint)):
         return value
     elif is_dataclass(hint) and isinstance(value, dict):
         # a section as dict(field=value), or what is in a file

@@ -105,7 +105,18 @@ _CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def _value(name: str, words: list[str]) -> Any:
-    """Parse `words` by the setting's type hint; return them as text if that fails."""
+    """Parse `words` by the setting's type hint; return them as text if that fails.
+
+    | hint                               | typed               | value                              |
+    |------------------------------------|---------------------|------------------------------------|
+    | ... or None                        | none, null          | None                               |
+    | bool                               | yes, off, 1, ...    | True or False                      |
+    | str, or a choice of words          | one word            | the word                           |
+    | tuple of words                     | a,b or a b or none  | ("a", "b") or ()                   |
+    | tuple of rows that begin with text | sketch,DIR v2,DIR   | (("sketch", "DIR"), ("v2", "DIR")) |
+    | tuple of numbers                   | 0.9,0.98 or 0.9     | (0.9, 0.98) or (0.9,)              |
+    | anything else                      | 3 or 1e-3 or {...}  | as in Python                       |
+    """
     hint = SETTINGS[name].hint if name in SETTINGS else Any
     kinds = list(alternatives(hint))
     if not words:
@@ -124,17 +135,24 @@ def _value(name: str, words: list[str]) -> Any:
     sequence = next((kind for kind in kinds if get_origin(kind) is tuple), None)
     if sequence is not None and _are_words(sequence):
         return () if text.lower() == "none" else tuple(text.replace(",", " ").split())
-    row = get_args(get_args(sequence)[0]) if sequence is not None else ()
-    if row and str in alternatives(row[0]):  # rows that begin with a name
-        is_text = [str in alternatives(kind) for kind in row]
-        rows = (zip(word.split(","), (*is_text, *[False] * word.count(",")), strict=False) for word in words)
-        return tuple(tuple(part if as_text else _literal([part]) for part, as_text in parts) for parts in rows)
+    columns = get_args(get_args(sequence)[0]) if sequence is not None else ()
+    if columns and str in alternatives(columns[0]):
+        is_text = [str in alternatives(column) for column in columns]
+        return tuple(_row(word, is_text) for word in words)
     value = _literal(words)
     if sequence is not None and Ellipsis in get_args(sequence) and value != text:  # one element needs no brackets
         is_nested = get_origin(get_args(sequence)[0]) is tuple
         if not isinstance(value, tuple) or (is_nested and value and not isinstance(value[0], tuple)):
             return (value,)
     return value
+
+
+def _row(word: str, is_text: Sequence[bool]) -> tuple[Any, ...]:
+    """Parse ``a,b,c``, whose columns are text or Python values; checks follow, so there may be too many or too few."""
+    cells = word.split(",")
+    return tuple(
+        cell if number < len(is_text) and is_text[number] else _literal([cell]) for number, cell in enumerate(cells)
+    )
 
 
 def _are_words(sequence: Any) -> bool:

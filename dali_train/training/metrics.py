@@ -235,7 +235,9 @@ def views_of(images: torch.Tensor, count: int) -> list[torch.Tensor]:
         views += [bordered[..., :-2, :-2], bordered[..., 2:, 2:]]
     else:
         views *= max(1, count // 2)
-    return [one for view in views for one in ((view, view.flip(-1)) if count > 1 else (view,))]
+    if count == 1:
+        return views
+    return [each for view in views for each in (view, view.flip(-1))]
 
 
 def weighted_mean(outputs: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -271,6 +273,7 @@ class Evaluator:
         classes: NDArray[np.int64] | None = None,
         labels: NDArray[np.int64] | None = None,
     ) -> None:
+        assert labels is None or num_shown == 0, "tables need batches without gaps, and `labels` leaves images out"
         self._classes = None if classes is None else torch.from_numpy(classes).to(device)
         self._right = None if labels is None else torch.from_numpy(labels)
         images = np.arange(len(split)) if labels is None else np.flatnonzero((labels >= 0).any(axis=1))
@@ -298,7 +301,7 @@ class Evaluator:
         self._device = device
         self._dtype = torch.float64 if config.precision.dtype == "fp64" else None
         # Count once among ranks with the same logits, and not on ranks without logits.
-        self._counts = layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0
+        self._is_counted = layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0
 
     @torch.no_grad()  # not inference_mode: the buffers of gathered weights are used in training again
     def run(self, model: nn.Module, autocast: AbstractContextManager[None]) -> EvaluationResult:
@@ -307,73 +310,101 @@ class Evaluator:
         start = time.perf_counter()
         training = model.training
         model.eval()
-        sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, top-1, top-5, images
-        correct = torch.zeros(self._num_classes, dtype=torch.int64, device=self._device)  # by class
-        # Each rank fills in its own rows of these; the sum over ranks is complete.
-        rows, all_scores = self._num_images if len(self._shown) else 0, self._num_classes <= MAX_SCORES
-        predictions = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        scores = torch.zeros(rows, self._num_classes if all_scores else 2, device=self._device)
+        totals = self._zeros()
         for images, labels in self._loader:
-            numbers = self._loader.indices
-            images = images.to(self._dtype or images.dtype)
             with autocast:
-                outputs = [model(view) for view in views_of(images, len(self._views))]
-            if not self._counts:
+                outputs = [model(view) for view in views_of(images.to(self._dtype or images.dtype), len(self._views))]
+            if not self._is_counted:
                 continue
             logits = weighted_mean(outputs, self._views)
             if self._classes is not None:
                 logits = logits[:, self._classes]
-            if len(self._shown):  # the numbers of a batch are ascending and without gaps
-                rows_of_batch = slice(int(numbers[0]), int(numbers[-1]) + 1)
-                predictions[rows_of_batch] = predicted = logits.argmax(dim=-1)
-                probabilities = logits.softmax(dim=-1).float()
-                scores[rows_of_batch] = (
-                    probabilities if all_scores else probabilities.gather(1, torch.stack([predicted, labels], dim=-1))
-                )
-            right = labels[:, None]
-            if self._right is not None:
-                right = without_waiting(self._right[numbers], self._device)
-            scores_of_right = logits.log_softmax(dim=-1).gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
-            best = logits.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf).amax(dim=1, keepdim=True)
-            ranks = (logits > best).sum(dim=1)  # classes that score above the true one, or the best of them
-            ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # NaN would rank first
-            correct.scatter_add_(0, labels, (ranks < 1).long())
-            sums += torch.stack(
-                [
-                    -scores_of_right.logsumexp(dim=1).sum().double(),
-                    (ranks < 1).sum().double(),
-                    (ranks < 5).sum().double(),
-                    torch.full(
-                        (), len(labels), dtype=torch.float64, device=self._device
-                    ),  # made on the device: nothing to wait for
-                ]
-            )
-        for _ in range(self._num_blank):
+            self._add(totals, logits, labels, self._loader.indices)
+        # Other ranks have another batch, and where a pass has collectives all take part.
+        for _ in range(self._num_blank * len(self._views)):
             with autocast:
-                for _ in self._views:
-                    model(torch.zeros(self._blank, device=self._device, dtype=self._dtype))
+                model(torch.zeros(self._blank, device=self._device, dtype=self._dtype))
         if dist.is_initialized():
-            for total in (sums, correct, *((predictions, scores) if len(self._shown) else ())):
-                dist.all_reduce(total)
+            for total in (totals.sums, totals.correct, totals.predictions, totals.scores):
+                if total.numel():
+                    dist.all_reduce(total)
+        model.train(training)
         if len(self._shown):
             self.details = EvaluationDetails(
                 labels=self._labels,
-                predictions=predictions.cpu().numpy(),
+                predictions=totals.predictions.cpu().numpy(),
                 shown=self._shown,
-                scores=scores.cpu().numpy()[self._shown],
+                scores=totals.scores.cpu().numpy()[self._shown],
             )
-        model.train(training)
-        loss, top1, top5, count = sums.tolist()
+        loss, top1, top5, count = totals.sums.tolist()
         assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
         return EvaluationResult(
             loss=loss / count,
             top1=top1 / count,
             top5=top5 / count,
-            balanced_top1=float(np.nanmean(class_accuracies(correct.cpu().numpy(), self._class_counts))),
+            balanced_top1=float(np.nanmean(class_accuracies(totals.correct.cpu().numpy(), self._class_counts))),
             num_images=int(count),
             num_views=len(self._views),
             seconds=time.perf_counter() - start,
         )
+
+    def _zeros(self) -> "_Totals":
+        rows = self._num_images if len(self._shown) else 0
+        columns = self._num_classes if self._num_classes <= MAX_SCORES else 2
+        return _Totals(
+            sums=torch.zeros(4, dtype=torch.float64, device=self._device),
+            correct=torch.zeros(self._num_classes, dtype=torch.int64, device=self._device),
+            predictions=torch.zeros(rows, dtype=torch.int64, device=self._device),
+            scores=torch.zeros(rows, columns, device=self._device),
+        )
+
+    def _add(self, totals: "_Totals", logits: torch.Tensor, labels: torch.Tensor, numbers: NDArray[np.int64]) -> None:
+        """Add a batch to `totals`, on the device.
+
+        Args:
+            logits: (n, classes).
+            labels: (n,), of the index.
+            numbers: the images' in the split, (n,).
+        """
+        if len(self._shown):
+            self._note_predictions(totals, logits, labels, numbers)
+        right = labels[:, None]
+        if self._right is not None:
+            right = without_waiting(self._right[numbers], self._device)
+        is_padding = right < 0
+        right = right.clamp(min=0)
+        log_probabilities = logits.log_softmax(dim=-1).gather(1, right).masked_fill(is_padding, -math.inf)
+        best = logits.gather(1, right).masked_fill(is_padding, -math.inf).amax(dim=1, keepdim=True)
+        ranks = (logits > best).sum(dim=1)  # classes that score above the true one, or the best of them
+        ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # NaN would rank first
+        totals.correct.scatter_add_(0, labels, (ranks < 1).long())
+        loss = -log_probabilities.logsumexp(dim=1).sum().double()
+        top1 = (ranks < 1).sum().double()
+        top5 = (ranks < 5).sum().double()
+        count = torch.full((), len(labels), dtype=torch.float64, device=self._device)  # made there: nothing to wait for
+        totals.sums.add_(torch.stack([loss, top1, top5, count]))
+
+    def _note_predictions(
+        self, totals: "_Totals", logits: torch.Tensor, labels: torch.Tensor, numbers: NDArray[np.int64]
+    ) -> None:
+        rows = slice(int(numbers[0]), int(numbers[-1]) + 1)  # a batch has images that follow each other in the split
+        predicted = logits.argmax(dim=-1)
+        totals.predictions[rows] = predicted
+        probabilities = logits.softmax(dim=-1).float()
+        if self._num_classes > MAX_SCORES:
+            probabilities = probabilities.gather(1, torch.stack([predicted, labels], dim=-1))
+        totals.scores[rows] = probabilities
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What an evaluation adds up, on the device: the sum over ranks is complete."""
+
+    sums: torch.Tensor  # loss, top-1, top-5, images; (4,) float64
+    correct: torch.Tensor  # by class, (classes,) int64
+    # With tables, else empty; each rank fills in its own rows.
+    predictions: torch.Tensor  # (images,) int64
+    scores: torch.Tensor  # (images, scores), see `EvaluationDetails`
 
 
 def evaluate_all(

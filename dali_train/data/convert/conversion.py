@@ -492,27 +492,40 @@ def _refuse_other(conversion: Conversion, recorded: Any, path: Path | str) -> No
 
 def _differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return what has changed between two `Conversion.identity`, in the words of the command."""
-    pairs = [(split, [side.get(f"{split}_source") for side in (recorded, current)]) for split in SPLITS]
-    sources = [
-        _source_difference(split, *(side if isinstance(side, dict) else None for side in pair)) for split, pair in pairs
-    ]
-    texts = dict.fromkeys(text for text in sources if text)  # once, if both splits have it
-    derived = ["num_classes", *(f"{split}_shards" for split in SPLITS)] if texts else []
+    texts = []
+    for split in SPLITS:
+        text = _source_difference(split, _source(recorded, split), _source(current, split))
+        if text and text not in texts:  # once, if both splits have it
+            texts.append(text)
+    derived = {"num_classes", *(f"{split}_shards" for split in SPLITS)} if texts else set()  # from the sources
     for name in {**recorded, **current}:
-        was, now = ("not given" if value is None else value for value in (recorded.get(name), current.get(name)))
-        if was != now and not name.endswith("_source") and name not in derived:
+        if name.endswith("_source") or name in derived:
+            continue
+        was = _as_given(recorded.get(name))
+        now = _as_given(current.get(name))
+        if was != now:
             option = name if name in ("dataset", "decode_check", "num_classes") else f"--{name.replace('_', '-')}"
-            texts[f"{option} was {was}, now {now}"] = None
-    return list(texts)
+            texts.append(f"{option} was {was}, now {now}")
+    return texts
+
+
+def _source(identity: Mapping[str, Any], split: SplitName) -> Mapping[str, Any] | None:
+    """Return the source of a split in a `Conversion.identity`, which may come from somebody else's file."""
+    source = identity.get(f"{split}_source")
+    return source if isinstance(source, dict) else None
+
+
+def _as_given(value: Any) -> Any:
+    return "not given" if value is None else value
 
 
 def _source_difference(split: SplitName, was: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
-    was_fraction, now_fraction = ((side or {}).get("validation_fraction") for side in (was, now))
+    was_fraction = (was or {}).get("validation_fraction")
+    now_fraction = (now or {}).get("validation_fraction")
     if was and now and "num_chosen" in was and "validation_fraction" not in was:  # by an older version
         now = {name: value for name, value in now.items() if name != "validation_fraction"}
     elif was_fraction != now_fraction:
-        shown = ("not given" if fraction is None else fraction for fraction in (was_fraction, now_fraction))
-        return "--validation-fraction was {}, now {}".format(*shown)
+        return f"--validation-fraction was {_as_given(was_fraction)}, now {_as_given(now_fraction)}"
     if was and now:
         now = {name: now.get(name) for name in was}  # an older version may have recorded less
     if was == now:

@@ -447,9 +447,17 @@ class Eviction:
 
     def remove_latest(self) -> None:
         """Remove images, those needed furthest in the future first, until there is room for as much as was added since
-        the last round."""
+        the last round.
+
+        Along the micro-batches of the run, `now` being the one that this rank trains::
+
+            now - lag                    now                    end = now + num_ahead + 1
+            |  ranks that lag behind     |  may be stored already  |  needed later: removed first
+                                                 ^ seen: up to here counted in the last round
+        """
         began = time.thread_time()
-        sizes, now = self._cache.file_sizes, self._now
+        sizes = self._cache.file_sizes
+        now = self._now
         end = now + self._num_ahead + 1
         self._present[self._next_use.between(self._seen, end)] = True  # by one rank or another
         self._seen = max(self._seen, end)
@@ -459,7 +467,8 @@ class Eviction:
         capacity = max(0, total + disk.free - int(_RESERVE * disk.total))
         if self._limit is not None:
             capacity = min(capacity, self._limit)
-        goal = max(capacity - (total - self._total), int(_LEAST_FILLED * capacity))
+        added = total - self._total
+        goal = max(capacity - added, int(_LEAST_FILLED * capacity))
         self._total = total
         if total <= capacity:
             return

@@ -72,20 +72,32 @@ def inception_boxes(
 
     def candidates(rows: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         draws = uniform(seed, Purpose.CROP, attempts, low=images.numbers[rows], high=images.epochs[rows])
-        height, width = images.heights[rows], images.widths[rows]
-        least, most = area[0] * height * width, area[1] * height * width
-        ratio = aspect[0] + draws[:, 0] * (aspect[1] - aspect[0])
+        height = images.heights[rows]
+        width = images.widths[rows]
+        least = area[0] * height * width
+        most = area[1] * height * width
+        ratio = aspect[0] + draws[:, 0] * (aspect[1] - aspect[0])  # of width to height
+
+        def width_at(box_height: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.rint(box_height * ratio)
+
+        # The largest height whose width, which is rounded, still fits: at ratio 1.5 into 400 x 300 (width x height) the
+        # height of the whole area, 283, would have a width of 424, so it is 400.5 / 1.5 = 267.
         highest = np.minimum(np.rint(np.sqrt(most / ratio)), height)
-        highest = np.where(np.rint(highest * ratio) > width, np.floor((width + 0.5 - 1e-7) / ratio), highest)
+        highest = np.where(width_at(highest) > width, np.floor((width + 0.5 - 1e-7) / ratio), highest)
         lowest = np.minimum(np.rint(np.sqrt(least / ratio)), highest)
         box_height = lowest + np.floor(draws[:, 1] * (highest - lowest + 1))
-        # Rounding may leave the range of areas.
-        box_height += np.rint(box_height * ratio) * box_height < least
-        box_height -= np.rint(box_height * ratio) * box_height > most
-        box_width = np.rint(box_height * ratio)
+        # Both sides are rounded, so the area may be just outside of the range: one row more or less brings it back.
+        is_too_small = width_at(box_height) * box_height < least
+        box_height += is_too_small
+        is_too_large = width_at(box_height) * box_height > most
+        box_height -= is_too_large
+        box_width = width_at(box_height)
         covered = box_width * box_height
-        fits = (covered >= least) & (covered <= most) & (box_width <= width) & (box_height <= height) & (covered > 0)
-        top, left = np.floor(draws[:, 2] * (height - box_height)), np.floor(draws[:, 3] * (width - box_width))
+        has_area = (covered >= least) & (covered <= most) & (covered > 0)
+        fits = has_area & (box_width <= width) & (box_height <= height)
+        top = np.floor(draws[:, 2] * (height - box_height))
+        left = np.floor(draws[:, 3] * (width - box_width))
         return np.stack([top, left, box_height, box_width], axis=-1).astype(np.int64), fits
 
     def complete(rows: NDArray[np.intp]) -> NDArray[np.int64]:

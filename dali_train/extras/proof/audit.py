@@ -105,7 +105,8 @@ class Audit:
 
     def _exchange(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Send `tensors` to the rank that audits this one, and return those of the rank that this one audits."""
-        source, target = ((self._rank + sign * self._distance) % self._size for sign in (1, -1))
+        source = (self._rank + self._distance) % self._size  # which this rank audits
+        target = (self._rank - self._distance) % self._size  # which audits this rank
         sent = [tensor.contiguous() for tensor in tensors]
         received = [torch.empty_like(tensor) for tensor in sent]
         operations = [dist.P2POp(dist.isend, tensor, target) for tensor in sent]
@@ -140,7 +141,8 @@ class Audit:
         shared = [tensor.contiguous() for tensor in inputs]
         for tensor in shared:
             dist.broadcast(tensor, owner)
-        again = self._compute(gradients, [torch.empty_like(o).copy_(s) for o, s in zip(inputs, shared, strict=True)])
+        copies = [torch.empty_like(own).copy_(other) for own, other in zip(inputs, shared, strict=True)]
+        again = self._compute(gradients, copies)
         first = {owner: self._digests, auditor: computed}.get(self._rank, again)
         votes = self._gather(torch.stack([first, again])).flatten(2).tolist()
         counts = Counter(tuple(vote) for both in votes for vote in both)

@@ -165,14 +165,21 @@ def check_order(points: Sequence[Point], beyond: Sequence[int]) -> list[str]:
 
 def check_complete(evidence: Evidence) -> list[str]:
     """Name steps of the run that no record covers."""
-    first, last, status = evidence.points[0].step, evidence.points[-1].step, evidence.status
-    begin = next(iter(evidence.run.events), {"event": "none"})
-    is_whole = first == 0 or (begin["event"] == "start" and begin["step"] == first)  # or it began at another run's step
-    trained = max((event["step"] for event in evidence.run.events if event["event"] == "train"), default=0)
+    faults = []
+    events = evidence.run.events
+    first = evidence.points[0].step
+    # The run itself may have begun there, at a step of another run.
+    begins_there = bool(events) and events[0]["event"] == "start" and events[0]["step"] == first
+    if first > 0 and not begins_there:
+        faults.append(f"{METRICS} lacks the record of {_steps(0, first)}")
+    last = evidence.points[-1].step
+    trained = max((event["step"] for event in events if event["event"] == "train"), default=0)
+    status = evidence.status
     if status is not None and status.state in ("finished", "stopped"):
         trained = max(trained, status.step)
-    faults = [] if is_whole else [f"{METRICS} lacks the record of {_steps(0, first)}"]
-    return faults + ([f"there is no record of {_steps(last, trained)}"] if last < trained else [])
+    if last < trained:
+        faults.append(f"there is no record of {_steps(last, trained)}")
+    return faults
 
 
 def check_draws(points: Sequence[Point], micro_batches: MicroBatches, *, all_draws: bool) -> tuple[int, list[str]]:

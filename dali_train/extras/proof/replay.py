@@ -32,6 +32,7 @@ from dali_train.extras.proof.prove import with_dataset
 from dali_train.files import temporary_directory
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, on_rank_0
+from dali_train.runtime.status import Event
 from dali_train.text import plural, printable
 from dali_train.training.build import build_loader, prepare, warm_up_trainer
 from dali_train.training.metrics import TrainingSums
@@ -62,14 +63,22 @@ class Recorded:
     @classmethod
     def of(cls, run: RunDirectory, step: int) -> "Recorded":
         """Find the steps to train again for `step`, counted from 1. Raises ConfigError: nothing to compare with."""
-        lines, machines, since, weights = {}, {}, {}, WeightDigests()
-        now, before = "", 0
+        lines: dict[int, Event] = {}
+        machines: dict[int, str] = {}
+        means_since: dict[int, int] = {}
+        machine_now = ""
+        last_read = 0  # the step of the last line, after which the next line's means begin
         for event in run.events:
             if event["event"] == "start":
-                now, before = event.get("machine", ""), event["step"]
+                machine_now = event.get("machine", "")
+                last_read = event["step"]
             elif event["event"] == "train":
                 at = event["step"]
-                lines[at], machines[at], since[at], before = event, now, before, at
+                lines[at] = event
+                machines[at] = machine_now
+                means_since[at] = last_read
+                last_read = at
+        weights: WeightDigests = {}
         # No run writes a checkpoint of step 0: its initial weights follow from the recipe.
         paths = [path for path in checkpoint_paths(run.directory / "checkpoints") if step_of(path) > 0]
         recipes = {}
@@ -77,9 +86,10 @@ class Recorded:
             values = CheckpointManifest.read(path).values
             weights |= values.weights
             recipes[step_of(path)] = saved_recipe(values, path)
-        ends = sorted(at for at in {*lines, *map(int, weights)} if at >= step)
+        comparable = sorted({*lines, *map(int, weights)})
+        ends = [at for at in comparable if at >= step]
         if step < 1 or not ends:
-            last = max({*lines, *map(int, weights)}, default=0)
+            last = comparable[-1] if comparable else 0
             raise ConfigError(f"--replay {step}: {run.directory} has recorded steps 1 to {last}: name one of them")
         end = ends[0]
         source = max((path for path in paths if step_of(path) < step), key=step_of, default=None)
@@ -90,8 +100,8 @@ class Recorded:
             begin=begin,
             end=end,
             lines={at: lines[at] for at in between},
-            means_since=since,
-            machines={machines[at] for at in between} or {now},
+            means_since=means_since,
+            machines={machines[at] for at in between} or {machine_now},
             weights=weights.get(str(end), {}),
             checkpoint=next((path for path in paths if step_of(path) == end), None),
             recipe=next((recipes[at] for at in sorted(recipes) if at >= end), {}),

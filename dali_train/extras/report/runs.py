@@ -259,14 +259,18 @@ def find_runs(directories: Sequence[Path]) -> dict[str, Path]:
     Raises:
         ConfigError: one of `directories` is not a run and contains none.
     """
-    paths = [run for each in directories for run in sorted(_runs_in(each)) or [RunDirectory(each).directory]]
-    runs = {path.resolve(): path for path in paths}
+    runs: dict[Path, Path] = {}  # each once, whichever links lead to it
+    for directory in directories:
+        for run in sorted(_runs_in(directory)) or [RunDirectory(directory).directory]:
+            runs[run.resolve()] = run
     names = [printable(run.name) for run in runs]
     if len(set(names)) < len(names):
         common = os.path.commonpath(runs)
         names = [printable(str(run.relative_to(common))) for run in runs]
-    repeated = {name for name, count in Counter(names).items() if count > 1}  # they differ in what is not printable
-    names = [f"{name} ({number})" if name in repeated else name for number, name in enumerate(names, start=1)]
+    counts = Counter(names)
+    for number, name in enumerate(names):
+        if counts[name] > 1:  # the paths differ in what is not printable
+            names[number] = f"{name} ({number + 1})"
     return dict(zip(names, runs.values(), strict=True))
 
 
