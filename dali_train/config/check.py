@@ -66,19 +66,42 @@ def require(fulfilled: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def refuse(wrong: bool, settings: Any, names: tuple[str, ...], remedy: str) -> None:
-    """Raise ConfigError if `wrong`, for settings that conflict: "NAME is VALUE with NAME VALUE: REMEDY".
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """Settings of a section, or of the complete config, that exclude each other. A class lists its rows in
+    ``CONFLICTS``; they are checked in this order, after ``__post_init__``, and `--help SETTING` prints them."""
 
-    Args:
-        settings: a section, or the complete config.
-        names: the names of the conflicting settings in it.
-    """
-    if wrong:
-        prefix, values = _PREFIXES[type(settings)], [attrgetter(name)(settings) for name in names]
-        written = [str(value).lower() if value is None or isinstance(value, bool) else str(value) for value in values]
-        (first, value), *others = zip(names, written, strict=True)
-        more = [f"{prefix}{name} {value}" for name, value in others]
-        raise ConfigError(f"{prefix}{first} is {value} with {' and '.join(more)}: {remedy}")
+    names: tuple[str, ...]  # of the settings, in the section
+    when: Callable[[Any], bool]  # whether they conflict in this section
+    remedy: str  # {0} is the section
+
+    def check(self, settings: Any) -> None:
+        """Raises ConfigError, "NAME is VALUE with NAME VALUE: REMEDY": the settings conflict."""
+        if not self.when(settings):
+            return
+        prefix = _PREFIXES[type(settings)]
+        first, *others = [(prefix + name, as_typed(attrgetter(name)(settings))) for name in self.names]
+        more = " and ".join(f"{name} {value}" for name, value in others)
+        raise ConfigError(f"{first[0]} is {first[1]} with {more}: {self.remedy.format(settings)}")
+
+
+def conflicts_of(settings: Any) -> list[tuple[tuple[str, ...], str]]:
+    """Return the rows of a section: the full names of the settings that may conflict, and the remedy."""
+    prefix = _PREFIXES[type(settings)]
+    rows: tuple[Conflict, ...] = getattr(settings, "CONFLICTS", ())
+    return [(tuple(prefix + name for name in row.names), row.remedy.format(settings)) for row in rows]
+
+
+def as_typed(value: Any) -> str:
+    """Return a value of a setting as the command line takes it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        is_nested = any(isinstance(element, tuple) for element in value)
+        return (" " if is_nested else ",").join(map(as_typed, value)) or "()"
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return str(getattr(value, "__qualname__", value))
 
 
 def section(name: str) -> Callable[[type[T]], type[T]]:
@@ -89,7 +112,8 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        hints = get_type_hints(cls, include_extras=True)
+        every_hint = get_type_hints(cls, include_extras=True)
+        hints = {one.name: every_hint[one.name] for one in fields(cls)}  # type: ignore[arg-type]  # a dataclass
         needed = {one.name for one in fields(cls) if default_of(one) is MISSING}  # type: ignore[arg-type]  # a dataclass
         prefix = _PREFIXES[cls] = f"{name}." if name else ""
         build = cls.__init__
@@ -103,6 +127,8 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
                 if field in needed and field not in values:
                     raise ConfigError(f"{prefix}{field} is missing: {cls.__name__} has no default for it")
             build(self, **{field: checked(prefix + field, value, hints[field]) for field, value in values.items()})
+            for conflict in getattr(cls, "CONFLICTS", ()):
+                conflict.check(self)
 
         cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
         return cls

@@ -21,7 +21,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from dali_train.config.check import allowed, alternatives, unknown_setting
+from dali_train.config.check import allowed, alternatives, as_typed, conflicts_of, unknown_setting
 from dali_train.config.config import KWARGS, SETTINGS, Config, load_config, recipe_names
 from dali_train.errors import ConfigError
 
@@ -213,16 +213,21 @@ def settings_help(config: Config, command: str, only: Sequence[str] = ()) -> str
         lines += ["", f"{bold}{title}{plain}", *textwrap.wrap(words, columns)]
         for name, value, text in shown_here:
             setting = SETTINGS[name]
-            shown = f"  {bold}--{name}{plain} = {_written(value)}"
+            shown = f"  {bold}--{name}{plain} = {as_typed(value)}"
             if setting.default is not MISSING and value != setting.default:
-                shown += f"  (default: {_written(setting.default)})"
+                shown += f"  (default: {as_typed(setting.default)})"
             lines += ["", shown]
             if name + "." in KWARGS:
-                lines += [f"  {bold}--{name}.{each}{plain} = {_written(one)}" for each, one in value.items()]
+                lines += [f"  {bold}--{name}.{each}{plain} = {as_typed(one)}" for each, one in value.items()]
                 lines.append(f"  {bold}--{name}.NAME{plain} VALUE")
             words_allowed = allowed(setting.hint)
             is_free = name + "." in KWARGS or words_allowed in ("text", "text, or None")
-            for paragraph in [text] if is_free else [f"Use {words_allowed}.", text]:
+            excluded = [
+                f"If it conflicts with {' and '.join(names[1:])}: {remedy}."
+                for names, remedy in [*conflicts_of(section), *conflicts_of(config)]
+                if names[0] == name
+            ]
+            for paragraph in [*([] if is_free else [f"Use {words_allowed}."]), text, *excluded]:
                 lines += textwrap.wrap(paragraph, columns, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"
 
@@ -261,18 +266,6 @@ def explanations(section: type) -> dict[str, str]:
         elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             texts[name], name = " ".join(str(statement.value.value).split()), ""
     return texts
-
-
-def _written(value: Any) -> str:
-    """Return a value as the command line takes it."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        inner = any(isinstance(one, tuple) for one in value)
-        return (" " if inner else ",").join(map(_written, value)) or "()"
-    if isinstance(value, float):
-        return f"{value:.12g}"
-    return str(getattr(value, "__qualname__", value))
 
 
 SHELLS = ("bash", "zsh", "fish")

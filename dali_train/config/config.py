@@ -12,17 +12,18 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Self, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
 from dali_train.config.check import (
+    Conflict,
     NotInRecipe,
     close_names,
     default_of,
     is_in_recipe,
-    refuse,
     require,
     section,
     unknown_setting,
@@ -76,16 +77,22 @@ class SampleConfig:
     mixup: MixupConfig = field(default_factory=MixupConfig)
 
     def __post_init__(self) -> None:
-        remedy = "images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas"
-        alone = self.mixup.enabled and self.batch.micro_batch == 1
-        refuse(alone, self, ("mixup.alpha", "mixup.cutmix_alpha", "batch.micro_batch"), remedy)
-        repeats, micro_batch = self.data.repeats, self.batch.micro_batch
+        repeats = self.data.repeats
+        micro_batch = self.batch.micro_batch
         require(
             self.data.shuffle != "block" or micro_batch % repeats == 0,
             f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}, and data.shuffle block keeps the "
             f"repeats of an image together: use a multiple of {repeats} such as "
             f"{max(1, round(micro_batch / repeats)) * repeats}, or data.shuffle full",
         )
+
+    CONFLICTS: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            names=("mixup.alpha", "mixup.cutmix_alpha", "batch.micro_batch"),
+            when=lambda config: config.mixup.enabled and config.batch.micro_batch == 1,
+            remedy="images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas",
+        ),
+    )
 
     def steps(self, epochs: float, num_images: int) -> int:
         """Return the optimizer steps for `epochs` passes over `num_images`, rounded up to complete the last pass."""
@@ -114,6 +121,12 @@ class SampleConfig:
     def at_size(self, size: int) -> Self:
         """Return this config with training images of `size` pixels throughout."""
         return replace(self, data=replace(self.data, train_size=size, progressive=()))
+
+
+def _has(config: "Config", name: str, also: Callable[["Config"], bool]) -> bool:
+    """Return whether a setting of the layout has another value than its default, and `also` is true."""
+    default = {"parallel.pipeline": 1, "parallel.shard": "none", "parallel.tensor.size": 1}[name]
+    return attrgetter(name)(config) != default and also(config)
 
 
 @section("")
@@ -153,24 +166,6 @@ class Config(SampleConfig):
             f"data.progressive has smaller images until epoch {until:g}, but run.epochs is {self.run.epochs:g}: use "
             "epochs before the end of the run",
         )
-        remedy = "fp64 is for checks on the CPU: set run.device cpu"
-        refuse(
-            self.precision.dtype == "fp64" and self.run.device == "cuda",
-            self,
-            ("precision.dtype", "run.device"),
-            remedy,
-        )
-        pure, compiles = not self.precision.autocast, self.model.compile not in ("auto", "none")
-        remedy = "without autocast norms are in half precision anyway, set model.fast_norm false"
-        refuse(pure and self.model.fast_norm, self, ("precision.autocast", "model.fast_norm"), remedy)
-        remedy = "the weights' copies are not compiled, set model.compile none, or precision.autocast true"
-        refuse(pure and compiles, self, ("precision.autocast", "model.compile"), remedy)
-        tuned, remedy = self.model.compile == "autotune", "it chooses kernels by timing, set model.compile blocks"
-        refuse(self.run.deterministic and tuned, self, ("run.deterministic", "model.compile"), remedy)
-        graphs, remedy = self.model.compile == "cuda-graphs", "CUDA graphs need a GPU, set model.compile model"
-        refuse(graphs and self.run.device == "cpu", self, ("model.compile", "run.device"), remedy)
-        remedy = "a captured graph takes images of one size, set model.compile model"
-        refuse(graphs and bool(self.data.progressive), self, ("model.compile", "data.progressive"), remedy)
         require(
             "://" in self.data.root or Path(self.data.root).resolve() != Path(self.run.dir).resolve(),
             f"run.dir and data.root are both {self.run.dir}: choose another run.dir, so that the run's files are not "
@@ -214,31 +209,81 @@ class Config(SampleConfig):
             f"model.compile is {self.model.compile} with {parallel.kind}, which splits the model over ranks: between "
             "its blocks it communicates, set model.compile blocks",
         )
-        remedy = "FSDP needs weights in torch's default memory format, set model.channels_last false"
-        shards = parallel.shard != "none"
-        refuse(shards and self.model.channels_last, self, ("model.channels_last", "parallel.shard"), remedy)
-        adapts = self.optimizer.clip_mode == "agc"
-        remedy = "it needs the norms of whole weights, set optimizer.clip_mode norm, or leave the other out"
-        refuse(adapts and shards, self, ("optimizer.clip_mode", "parallel.shard"), remedy)
-        refuse(adapts and parallel.tensor.size > 1, self, ("optimizer.clip_mode", "parallel.tensor.size"), remedy)
         parallel.check_micro_batch(self.batch.micro_batch)
         require(
             not self.data.progressive or not parallel.shares_images,
             f"data.progressive with {parallel.kind}, whose activations have a fixed size: leave data.progressive out",
         )
-        remedy = "no other rank has the same part of the model, set run.audit_every_steps none"
-        for name, split in (
-            ("parallel.pipeline", parallel.pipeline > 1),
-            ("parallel.shard", shards),
-            ("parallel.tensor.size", parallel.tensor.size > 1),
-        ):
-            refuse(split and self.run.audit_every_steps is not None, self, (name, "run.audit_every_steps"), remedy)
-        stages, distils = parallel.pipeline > 1, self.loss.distillation != "none"
-        remedy = "the last stage has no images to show the teacher; set parallel.pipeline 1, the default"
-        refuse(stages and distils, self, ("parallel.pipeline", "loss.distillation"), remedy)
-        remedy = "a stage does not know the layers of the others; set parallel.pipeline 1, the default"
-        by_layer = self.optimizer.layer_decay is not None
-        refuse(stages and by_layer, self, ("parallel.pipeline", "optimizer.layer_decay"), remedy)
+
+    CONFLICTS: ClassVar[tuple[Conflict, ...]] = (
+        *SampleConfig.CONFLICTS,
+        Conflict(
+            names=("precision.dtype", "run.device"),
+            when=lambda config: config.precision.dtype == "fp64" and config.run.device == "cuda",
+            remedy="fp64 is for checks on the CPU: set run.device cpu",
+        ),
+        Conflict(
+            names=("precision.autocast", "model.fast_norm"),
+            when=lambda config: not config.precision.autocast and config.model.fast_norm,
+            remedy="without autocast norms are in half precision anyway, set model.fast_norm false",
+        ),
+        Conflict(
+            names=("precision.autocast", "model.compile"),
+            when=lambda config: not config.precision.autocast and config.model.compile not in ("auto", "none"),
+            remedy="the weights' copies are not compiled, set model.compile none, or precision.autocast true",
+        ),
+        Conflict(
+            names=("run.deterministic", "model.compile"),
+            when=lambda config: config.run.deterministic and config.model.compile == "autotune",
+            remedy="it chooses kernels by timing, set model.compile blocks",
+        ),
+        Conflict(
+            names=("model.compile", "run.device"),
+            when=lambda config: config.model.compile == "cuda-graphs" and config.run.device == "cpu",
+            remedy="CUDA graphs need a GPU, set model.compile model",
+        ),
+        Conflict(
+            names=("model.compile", "data.progressive"),
+            when=lambda config: config.model.compile == "cuda-graphs" and bool(config.data.progressive),
+            remedy="a captured graph takes images of one size, set model.compile model",
+        ),
+        Conflict(
+            names=("run.best_by", "run.mirror"),
+            when=lambda config: config.run.best_by != "top1" and config.run.mirror is not None,
+            remedy="a mirror keeps the checkpoint with the best top-1; set run.best_by top1, or leave run.mirror out",
+        ),
+        Conflict(
+            names=("model.channels_last", "parallel.shard"),
+            when=lambda config: config.model.channels_last and config.parallel.shard != "none",
+            remedy="FSDP needs weights in torch's default memory format, set model.channels_last false",
+        ),
+        *(
+            Conflict(
+                names=("optimizer.clip_mode", name),
+                when=partial(_has, name=name, also=lambda config: config.optimizer.clip_mode == "agc"),
+                remedy="it needs the norms of whole weights, set optimizer.clip_mode norm, or leave the other out",
+            )
+            for name in ("parallel.shard", "parallel.tensor.size")
+        ),
+        *(
+            Conflict(
+                names=(name, "run.audit_every_steps"),
+                when=partial(_has, name=name, also=lambda config: config.run.audit_every_steps is not None),
+                remedy="no other rank has the same part of the model, set run.audit_every_steps none",
+            )
+            for name in ("parallel.pipeline", "parallel.shard", "parallel.tensor.size")
+        ),
+        Conflict(
+            names=("parallel.pipeline", "loss.distillation"),
+            when=lambda config: config.parallel.pipeline > 1 and config.loss.distillation != "none",
+            remedy="the last stage has no images to show the teacher; set parallel.pipeline 1, the default",
+        ),
+        Conflict(
+            names=("parallel.pipeline", "optimizer.layer_decay"),
+            when=lambda config: config.parallel.pipeline > 1 and config.optimizer.layer_decay is not None,
+            remedy="a stage does not know the layers of the others; set parallel.pipeline 1, the default",
+        ),
+    )
 
     @property
     def files(self) -> Mapping[Path, bytes]:
@@ -434,7 +479,8 @@ def config_from_json(text: str | bytes, source: str) -> Config:
 def _assembled(source: str, values: dict[str, Any]) -> Config:
     if not all(isinstance(fields, dict) for fields in values.values()):
         raise ConfigError('expected an object of sections, {"data": {...}, "model": {...}, ...}, as a run writes it')
-    sections = get_type_hints(Config)
+    hints = get_type_hints(Config)
+    sections = {section.name: hints[section.name] for section in fields(Config)}
     for name in values:
         if name not in sections:
             raise ConfigError(unknown_setting(name, sections))

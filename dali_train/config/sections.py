@@ -1,12 +1,14 @@
 """The sections of a config, one class each, with every setting's type, range, default and explanation.
 
-A rule about one value stands in its type hint, a rule about several values of a section in ``__post_init__``; rules
-about several sections are in config.py. ``--help`` prints what stands here.
+A rule about one value stands in its type hint; what several values of a section exclude stands in its ``CONFLICTS``,
+other rules about them in ``__post_init__``; rules about several sections are in config.py. ``--help`` prints what
+stands here.
 """
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import isqrt, prod
 from typing import Annotated, Any, Literal
@@ -15,6 +17,7 @@ from dali_train.config.augment_spec import parse_augment
 from dali_train.config.check import (
     OVER_0,
     UNDER_1,
+    Conflict,
     Count,
     CountOr0,
     Directory,
@@ -24,7 +27,6 @@ from dali_train.config.check import (
     Pixels,
     Positive,
     Rule,
-    refuse,
     refuse_credentials,
     require,
     section,
@@ -270,30 +272,50 @@ class DataConfig:
             all(first < then for (first, _), (then, _) in pairwise(self.progressive)),
             f"data.progressive is {self.progressive}: use increasing epochs, each the end of its size",
         )
-        remedy = f"use sizes up to data.train_size {self.train_size}, which follows them"
-        refuse(self.train_sizes[-1] != self.train_size, self, ("progressive", "train_size"), remedy)
         parse_augment(self.augment)
-        side, padding = self.crop_side, self.crop_padding
-        drawn = self.crop != "random-resized"
-        remedy = "it has its own size, so leave data.crop_side out"
-        refuse(drawn and side is not None, self, ("crop", "crop_side"), remedy)
-        remedy = f"set data.crop_side, such as {self.train_size}"
-        refuse(padding > 0 and side is None, self, ("crop_padding", "crop_side"), remedy)
-        remedy = "use less than data.crop_side, or a crop could miss the image"
-        refuse(side is not None and padding >= side, self, ("crop_padding", "crop_side"), remedy)
-        reflects, remedy = self.crop_padding_mode == "reflect", "set data.crop_padding, such as 4"
-        refuse(reflects and padding == 0, self, ("crop_padding_mode", "crop_padding"), remedy)
-        alternates, remedy = self.alternating_flip, "set data.horizontal_flip, such as 0.5"
-        refuse(alternates and self.horizontal_flip == 0, self, ("alternating_flip", "horizontal_flip"), remedy)
-        jitters, remedy = self.color_jitter > 0 or self.hue_jitter > 0, "set data.color_jitter, such as 0.4"
-        refuse(
-            not jitters and self.color_jitter_probability != 1,
-            self,
-            ("color_jitter_probability", "color_jitter"),
-            remedy,
-        )
-        filled, remedy = self.random_erasing_fill != "mean", "set data.random_erasing, such as 0.25"
-        refuse(filled and self.random_erasing == 0, self, ("random_erasing_fill", "random_erasing"), remedy)
+
+    CONFLICTS = (
+        Conflict(
+            names=("progressive", "train_size"),
+            when=lambda data: data.train_sizes[-1] != data.train_size,
+            remedy="use sizes up to data.train_size {0.train_size}, which follows them",
+        ),
+        Conflict(
+            names=("crop", "crop_side"),
+            when=lambda data: data.crop != "random-resized" and data.crop_side is not None,
+            remedy="it has its own size, so leave data.crop_side out",
+        ),
+        Conflict(
+            names=("crop_padding", "crop_side"),
+            when=lambda data: data.crop_padding > 0 and data.crop_side is None,
+            remedy="set data.crop_side, such as {0.train_size}",
+        ),
+        Conflict(
+            names=("crop_padding", "crop_side"),
+            when=lambda data: data.crop_side is not None and data.crop_padding >= data.crop_side,
+            remedy="use less than data.crop_side, or a crop could miss the image",
+        ),
+        Conflict(
+            names=("crop_padding_mode", "crop_padding"),
+            when=lambda data: data.crop_padding_mode == "reflect" and data.crop_padding == 0,
+            remedy="set data.crop_padding, such as 4",
+        ),
+        Conflict(
+            names=("alternating_flip", "horizontal_flip"),
+            when=lambda data: data.alternating_flip and data.horizontal_flip == 0,
+            remedy="set data.horizontal_flip, such as 0.5",
+        ),
+        Conflict(
+            names=("color_jitter_probability", "color_jitter"),
+            when=lambda data: data.color_jitter_probability != 1 and data.color_jitter == data.hue_jitter == 0,
+            remedy="set data.color_jitter, such as 0.4",
+        ),
+        Conflict(
+            names=("random_erasing_fill", "random_erasing"),
+            when=lambda data: data.random_erasing_fill != "mean" and data.random_erasing == 0,
+            remedy="set data.random_erasing, such as 0.25",
+        ),
+    )
 
 
 @section("View")
@@ -422,14 +444,18 @@ class OptimizerConfig:
     element. agc: the ratio of the 2-norms of gradient and weight, of each output of a layer and of each vector, but for
     the classifier (adaptive gradient clipping, Brock et al., arXiv 2102.06171, there 0.01)."""
 
-    def __post_init__(self) -> None:
-        unbounded, remedy = self.clip_grad_norm is None, "set optimizer.clip_grad_norm, such as 0.01 for agc"
-        refuse(unbounded and self.clip_mode != "norm", self, ("clip_mode", "clip_grad_norm"), remedy)
-        by_layer, remedy = (
-            self.layer_decay is not None,
-            "each sets the factors of lr; leave optimizer.groups out unless you know them by name",
-        )
-        refuse(by_layer and bool(self.groups), self, ("layer_decay", "groups"), remedy)
+    CONFLICTS = (
+        Conflict(
+            names=("clip_mode", "clip_grad_norm"),
+            when=lambda optimizer: optimizer.clip_mode != "norm" and optimizer.clip_grad_norm is None,
+            remedy="set optimizer.clip_grad_norm, such as 0.01 for agc",
+        ),
+        Conflict(
+            names=("layer_decay", "groups"),
+            when=lambda optimizer: optimizer.layer_decay is not None and bool(optimizer.groups),
+            remedy="each sets the factors of lr; leave optimizer.groups out unless you know them by name",
+        ),
+    )
 
 
 _USES = {  # the decays that have a use for a setting; what a decay of the user's own uses is not known
@@ -439,6 +465,12 @@ _USES = {  # the decays that have a use for a setting; what a decay of the user'
     "decay_epochs": ("step", "warmup-stable-decay", "linear", "cosine", "polynomial"),
 }
 _DECAYS = {decay for decays in _USES.values() for decay in decays}
+
+
+def _is_unused(schedule: "ScheduleConfig", name: str) -> bool:
+    """Return whether a setting of the schedule is set, and the decay has no use for it."""
+    is_set = getattr(schedule, name) != getattr(ScheduleConfig, name)
+    return is_set and schedule.name in _DECAYS and schedule.name not in _USES[name]
 
 
 @section("schedule")
@@ -473,18 +505,31 @@ class ScheduleConfig:
     step_every: Literal["step", "epoch"] = "step"
     """Whether the rate changes at every optimizer step or only at the start of an epoch."""
 
-    def __post_init__(self) -> None:
-        by_epoch, length = self.step_every == "epoch", self.decay_epochs
-        whole = "it must be a whole number there"
-        refuse(by_epoch and self.warmup_epochs % 1 != 0, self, ("warmup_epochs", "step_every"), whole)
-        needs_length = self.name in ("step", "warmup-stable-decay")
-        refuse(needs_length and length is None, self, ("name", "decay_epochs"), "set schedule.decay_epochs")
-        remedy = "set schedule.milestones, such as 30,60,80"
-        refuse(self.name == "multistep" and not self.milestones, self, ("name", "milestones"), remedy)
-        for name, decays in _USES.items():
-            is_set = getattr(self, name) != getattr(ScheduleConfig, name)
-            remedy = f"it has no effect there; leave it out, or use {' or '.join(decays)}"
-            refuse(is_set and self.name in _DECAYS and self.name not in decays, self, (name, "name"), remedy)
+    CONFLICTS = (
+        Conflict(
+            names=("warmup_epochs", "step_every"),
+            when=lambda schedule: schedule.step_every == "epoch" and schedule.warmup_epochs % 1 != 0,
+            remedy="it must be a whole number there",
+        ),
+        Conflict(
+            names=("name", "decay_epochs"),
+            when=lambda schedule: schedule.name in ("step", "warmup-stable-decay") and schedule.decay_epochs is None,
+            remedy="set schedule.decay_epochs",
+        ),
+        Conflict(
+            names=("name", "milestones"),
+            when=lambda schedule: schedule.name == "multistep" and not schedule.milestones,
+            remedy="set schedule.milestones, such as 30,60,80",
+        ),
+        *(
+            Conflict(
+                names=(name, "name"),
+                when=partial(_is_unused, name=name),
+                remedy=f"it has no effect there; leave it out, or use {' or '.join(decays)}",
+            )
+            for name, decays in _USES.items()
+        ),
+    )
 
 
 @section("batch")
@@ -571,36 +616,45 @@ class LossConfig:
     teacher_weights: str | None = None
     """A file with the teacher's weights, of the kinds that model.weights takes."""
 
-    def __post_init__(self) -> None:
-        refuse(
-            self.target_threshold is not None and self.name == "cross-entropy",
-            self,
-            ("target_threshold", "name"),
-            "leave it out, or use binary-cross-entropy",
-        )
-        for name, value, off in (
-            ("sum_classes", self.sum_classes, False),
-            ("positive_weight", self.positive_weight, 1),
-        ):
-            remedy = "leave it out, or use binary-cross-entropy"
-            refuse(value != off and self.name == "cross-entropy", self, (name, "name"), remedy)
-        refuse(
-            self.class_weights != "none" and self.name != "cross-entropy",
-            self,
-            ("class_weights", "name"),
-            "leave it out, or use cross-entropy or data.shuffle balanced",
-        )
-        hard = self.distillation != "soft"
-        refuse(self.temperature != 1 and hard, self, ("temperature", "distillation"), "only soft has one, set it to 1")
-        without = self.distillation == "none"
-        has_teacher = self.teacher is not None
-        refuse(not without and not has_teacher, self, ("distillation", "teacher"), "set loss.teacher to a timm model")
-        refuse(
-            without and (has_teacher or self.teacher_weights is not None),
-            self,
-            ("teacher", "teacher_weights", "distillation"),
-            "set it to hard or soft, or leave the teacher out",
-        )
+    CONFLICTS = (
+        Conflict(
+            names=("target_threshold", "name"),
+            when=lambda loss: loss.target_threshold is not None and loss.name == "cross-entropy",
+            remedy="leave it out, or use binary-cross-entropy",
+        ),
+        Conflict(
+            names=("sum_classes", "name"),
+            when=lambda loss: loss.sum_classes and loss.name == "cross-entropy",
+            remedy="leave it out, or use binary-cross-entropy",
+        ),
+        Conflict(
+            names=("positive_weight", "name"),
+            when=lambda loss: loss.positive_weight != 1 and loss.name == "cross-entropy",
+            remedy="leave it out, or use binary-cross-entropy",
+        ),
+        Conflict(
+            names=("class_weights", "name"),
+            when=lambda loss: loss.class_weights != "none" and loss.name != "cross-entropy",
+            remedy="leave it out, or use cross-entropy or data.shuffle balanced",
+        ),
+        Conflict(
+            names=("temperature", "distillation"),
+            when=lambda loss: loss.temperature != 1 and loss.distillation != "soft",
+            remedy="only soft has one, set it to 1",
+        ),
+        Conflict(
+            names=("distillation", "teacher"),
+            when=lambda loss: loss.distillation != "none" and loss.teacher is None,
+            remedy="set loss.teacher to a timm model",
+        ),
+        Conflict(
+            names=("teacher", "teacher_weights", "distillation"),
+            when=lambda loss: (
+                loss.distillation == "none" and (loss.teacher is not None or loss.teacher_weights is not None)
+            ),
+            remedy="set it to hard or soft, or leave the teacher out",
+        ),
+    )
 
 
 @section("ema")
@@ -622,17 +676,34 @@ class EmaConfig:
     """Continue training from the average after each update of it (Zhang et al., arXiv 1907.08610), whose alpha and k
     are 1 - decay and every_steps."""
 
-    def __post_init__(self) -> None:
-        remedy = "set ema.decay, such as 0.999"
-        for name, value, off in (
-            ("warmup", self.warmup, False),
-            ("power", self.power, 0.0),
-            ("every_steps", self.every_steps, 1),
-            ("lookahead", self.lookahead, False),
-        ):
-            refuse(self.decay is None and value != off, self, (name, "decay"), remedy)
-        remedy = "each is a way for the decay to rise; ema.warmup is timm's and the usual one, so leave ema.power out"
-        refuse(self.warmup and self.power > 0, self, ("warmup", "power"), remedy)
+    CONFLICTS = (
+        Conflict(
+            names=("warmup", "decay"),
+            when=lambda ema: ema.warmup and ema.decay is None,
+            remedy="set ema.decay, such as 0.999",
+        ),
+        Conflict(
+            names=("power", "decay"),
+            when=lambda ema: ema.power != 0 and ema.decay is None,
+            remedy="set ema.decay, such as 0.999",
+        ),
+        Conflict(
+            names=("every_steps", "decay"),
+            when=lambda ema: ema.every_steps != 1 and ema.decay is None,
+            remedy="set ema.decay, such as 0.999",
+        ),
+        Conflict(
+            names=("lookahead", "decay"),
+            when=lambda ema: ema.lookahead and ema.decay is None,
+            remedy="set ema.decay, such as 0.999",
+        ),
+        Conflict(
+            names=("warmup", "power"),
+            when=lambda ema: ema.warmup and ema.power > 0,
+            remedy="each is a way for the decay to rise; ema.warmup is timm's and the usual one, so leave ema.power "
+            "out",
+        ),
+    )
 
 
 @section("mixup")
@@ -657,12 +728,23 @@ class MixupConfig:
     def enabled(self) -> bool:
         return self.alpha > 0 or self.cutmix_alpha > 0
 
-    def __post_init__(self) -> None:
-        remedy = "nothing is mixed; set mixup.alpha, such as 0.2, or leave it out"
-        for name, value, off in (("probability", self.probability, 1.0), ("until_epoch", self.until_epoch, None)):
-            refuse(not self.enabled and value != off, self, (name, "alpha", "cutmix_alpha"), remedy)
-        one, remedy = self.alpha == 0 or self.cutmix_alpha == 0, "it needs both; set both, or leave it out"
-        refuse(one and self.switch_probability != 0.5, self, ("switch_probability", "alpha", "cutmix_alpha"), remedy)
+    CONFLICTS = (
+        Conflict(
+            names=("probability", "alpha", "cutmix_alpha"),
+            when=lambda mixup: mixup.probability != 1 and not mixup.enabled,
+            remedy="nothing is mixed; set mixup.alpha, such as 0.2, or leave it out",
+        ),
+        Conflict(
+            names=("until_epoch", "alpha", "cutmix_alpha"),
+            when=lambda mixup: mixup.until_epoch is not None and not mixup.enabled,
+            remedy="nothing is mixed; set mixup.alpha, such as 0.2, or leave it out",
+        ),
+        Conflict(
+            names=("switch_probability", "alpha", "cutmix_alpha"),
+            when=lambda mixup: mixup.switch_probability != 0.5 and 0 in (mixup.alpha, mixup.cutmix_alpha),
+            remedy="it needs both; set both, or leave it out",
+        ),
+    )
 
 
 @section("precision")
@@ -710,10 +792,6 @@ class TensorConfig:
     def __post_init__(self) -> None:
         mode, size, depth = self.mode, self.size, self.depth
         name = f"parallel.tensor.size is {size} with mode {mode}"
-        remedy = "only mode 2.5d has a depth, leave it out"
-        refuse(depth is not None and mode != "2.5d", self, ("depth", "mode"), remedy)
-        remedy = "only mode 1d supports it, the others shard the images of a micro-batch; set it to false"
-        refuse(self.sequence_parallel and mode != "1d", self, ("sequence_parallel", "mode"), remedy)
         if mode == "2d":
             require(isqrt(size) ** 2 == size, f"{name}, which needs q x q ranks: use {_near(size, 2)}")
         elif mode == "3d":
@@ -727,6 +805,19 @@ class TensorConfig:
                 f"{name} and depth {depth}, which needs depth x q x q ranks: use {depth * max(1, side) ** 2} or "
                 f"{depth * (side + 1) ** 2}",
             )
+
+    CONFLICTS = (
+        Conflict(
+            names=("depth", "mode"),
+            when=lambda tensor: tensor.depth is not None and tensor.mode != "2.5d",
+            remedy="only mode 2.5d has a depth, leave it out",
+        ),
+        Conflict(
+            names=("sequence_parallel", "mode"),
+            when=lambda tensor: tensor.sequence_parallel and tensor.mode != "1d",
+            remedy="only mode 1d supports it, the others shard the images of a micro-batch; set it to false",
+        ),
+    )
 
     @property
     def grid_sizes(self) -> tuple[int, ...]:
@@ -817,18 +908,31 @@ class ParallelConfig:
         )
 
     def __post_init__(self) -> None:
-        remedy = "set parallel.pipeline to the number of ranks in the pipeline, at least 2"
-        refuse(self.num_chunks > 1 and self.pipeline == 1, self, ("num_chunks", "pipeline"), remedy)
-        remedy = "set parallel.shard to the state to shard, or leave it out"
-        refuse(self.shard_ranks is not None and self.shard == "none", self, ("shard_ranks", "shard"), remedy)
-        remedy = "only mode 1d can be sharded as well; set parallel.shard none, or parallel.tensor.mode 1d"
-        grid = self.tensor.mode != "1d" and self.tensor.size > 1
-        refuse(self.shard != "none" and grid, self, ("shard", "tensor.mode"), remedy)
         require(
             not self.kind or self.grad_reduce_dtype == "fp32",
             f"parallel.grad_reduce_dtype is {self.grad_reduce_dtype} with {self.kind}, which does not use DDP: set it "
             "to fp32",
         )
+
+    CONFLICTS = (
+        Conflict(
+            names=("num_chunks", "pipeline"),
+            when=lambda parallel: parallel.num_chunks > 1 and parallel.pipeline == 1,
+            remedy="set parallel.pipeline to the number of ranks in the pipeline, at least 2",
+        ),
+        Conflict(
+            names=("shard_ranks", "shard"),
+            when=lambda parallel: parallel.shard_ranks is not None and parallel.shard == "none",
+            remedy="set parallel.shard to the state to shard, or leave it out",
+        ),
+        Conflict(
+            names=("shard", "tensor.mode"),
+            when=lambda parallel: (
+                parallel.shard != "none" and parallel.tensor.mode != "1d" and parallel.tensor.size > 1
+            ),
+            remedy="only mode 1d can be sharded as well; set parallel.shard none, or parallel.tensor.mode 1d",
+        ),
+    )
 
 
 @section("run")

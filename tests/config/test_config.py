@@ -8,7 +8,7 @@ import operator
 import re
 import shlex
 import warnings
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,6 +20,7 @@ import torch
 from dali_train.checkpoint.recipe import changes_between, recipe
 from dali_train.cli import main
 from dali_train.config import BatchConfig, Config, DataConfig, ModelConfig, load_config
+from dali_train.config.check import conflicts_of
 from dali_train.config.command_line import read_overrides
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import Split
@@ -185,6 +186,18 @@ def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.Captu
         assert isinstance(definition, ast.ClassDef)
         for statement, explanation in pairwise(definition.body):
             assert not isinstance(statement, ast.AnnAssign) or isinstance(explanation, ast.Expr), ast.unparse(statement)
+
+
+def test_conflicts_name_settings_and_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    sections = [PLAIN, *vars(PLAIN).values(), PLAIN.parallel.tensor]
+    rows = [row for section in sections if is_dataclass(section) for row in conflicts_of(section)]
+    assert len(rows) > 40
+    for names, remedy in rows:
+        assert len(names) > 1 and set(names) <= SETTINGS.keys(), names
+        assert remedy and not remedy.endswith("."), names
+    assert main(["plan", "--config", str(DIGITS), "--help", "ema.warmup", "model.compile"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "If it conflicts with ema.power:" in words and "If it conflicts with run.device:" in words
 
 
 def test_every_setting_is_in_a_document_or_a_recipe() -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from dali_train.checkpoint.trained_model import check_weights
 from dali_train.config import BatchConfig, Config, DataConfig
+from dali_train.config.check import as_typed
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
@@ -27,7 +27,7 @@ from dali_train.parallel.stages import (
 )
 from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
-from dali_train.text import duration, setting
+from dali_train.text import duration
 from dali_train.training.build import fit_to_ranks
 from dali_train.training.cost import (
     Memory,
@@ -95,7 +95,7 @@ def print_plan(
     if not weights_exist:
         print(f"weights        {config.model.weights} does not exist yet, so nobody knows whether it fits the model")
     arguments = resolved_arguments(make_optimizer(model, config.optimizer))
-    shown = ", ".join(f"{name} {_as_typed(value)}" for name, value in arguments.items() if value is not None)
+    shown = ", ".join(f"{name} {as_typed(value)}" for name, value in arguments.items() if value is not None)
     print(textwrap.fill(f"optimizer      {config.optimizer.name}: {shown}", 120, subsequent_indent=" " * 15))
     idle = layout.describe_idle(batch.num_micro_batches)
     print(f"ranks          {layout.describe() if layout.splits_model else layout.world_size}{idle}")
@@ -216,17 +216,9 @@ def changed_settings(config: Config) -> dict[str, str]:
         if value != known.default:
             section, _, field = name.partition(".")
             arguments = value if name == "model.kwargs" else {}
-            shown = [f"kwargs.{one} {arguments[one]}" for one in arguments] or [f"{field} {_as_typed(value)}"]
+            shown = [f"kwargs.{one} {arguments[one]}" for one in arguments] or [f"{field} {as_typed(value)}"]
             sections.setdefault(section, []).extend(shown)
     return {section: ", ".join(values) for section, values in sections.items()}
-
-
-def _as_typed(value: Any) -> str:
-    """Return a setting's value as it is typed on the command line."""
-    if isinstance(value, tuple):
-        separator = " " if any(isinstance(one, tuple) for one in value) else ","
-        return separator.join(getattr(one, "__name__", None) or _as_typed(one) for one in value)
-    return setting(value)
 
 
 @dataclass(frozen=True, kw_only=True)
