@@ -40,7 +40,8 @@ from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.config import Config, load_config
 from dali_train.config.check import load_row
 from dali_train.data.loading.dali import describe_decoder
-from dali_train.data.loading.loader import TrainLoader, pixel_format
+from dali_train.data.loading.loader import TrainLoader
+from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.files import git_commit, write_atomically
 from dali_train.hooks.hook_list import HookList, make_hooks

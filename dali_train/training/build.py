@@ -20,7 +20,8 @@ from dali_train.data.dataset.index import Split, read_labels
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.storage import DatasetRoot, storage_of
 from dali_train.data.loading.cache import Node, join_node
-from dali_train.data.loading.loader import TrainLoader, blank_images, decoding_threads, pixel_format
+from dali_train.data.loading.loader import TrainLoader
+from dali_train.data.loading.loader_arguments import blank_images, decoding_threads, pixel_format
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up

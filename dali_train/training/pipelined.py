@@ -17,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from dali_train.config import Config
-from dali_train.data.loading.loader import TrainLoader, blank_images, pixel_format
+from dali_train.data.loading.loader import TrainLoader
+from dali_train.data.loading.loader_arguments import blank_images, pixel_format
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss

@@ -28,7 +28,7 @@ from dali_train.data.loading.dali import (
     describe_decoder,
     hardware_share,
 )
-from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, IndexedPipeline, mix
 from dali_train.data.sampling.draws import Images, draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches

@@ -23,7 +23,7 @@ from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.loading import dali
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.dali import PREFETCH
-from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, EvaluationPipeline
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import DatasetError

@@ -18,7 +18,7 @@ from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split, read_labels
 from dali_train.data.dataset.storage import open_shards
 from dali_train.data.dataset.tfrecord import write_records
-from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.parallel.layout import Layout

@@ -22,7 +22,7 @@ from dali_train.commands.train import train
 from dali_train.config import Config
 from dali_train.config.command_line import config_with
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import blank_images, pixel_format
+from dali_train.data.loading.loader_arguments import blank_images, pixel_format
 from dali_train.hooks import Hook
 from dali_train.hooks.records import RunStart, StepRecord
 from dali_train.runtime.launch import LaunchOptions, discover

@@ -129,7 +129,7 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
     from dali_train.data.dataset.storage import open_storage
     from dali_train.data.loading.cpu import CpuTransform
     from dali_train.data.loading.dali import Feed, crop_graph, crop_inputs
-    from dali_train.data.loading.loader import pixel_format
+    from dali_train.data.loading.loader_arguments import pixel_format
     from dali_train.data.sampling.micro_batch import MicroBatches
 
     split, config = Split(task.dataset, "train"), _config(task)

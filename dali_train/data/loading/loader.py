@@ -9,12 +9,10 @@ few numbers, which any number of coordinates can load.
 import gc
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, Literal, Self, TypeVar, get_type_hints
+from dataclasses import replace
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -22,12 +20,23 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
-from dali_train.config.check import checked, close_value, load_row, require
+from dali_train.config.check import load_row, require
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SplitName, dataset_content
 from dali_train.data.dataset.storage import open_storage
-from dali_train.data.loading.cache import Node, join_node
+from dali_train.data.loading.cache import Node
 from dali_train.data.loading.dali import PixelFormat
+from dali_train.data.loading.loader_arguments import (
+    Place,
+    blank_images,
+    checked_views,
+    data_config,
+    dtype_of,
+    in_keywords,
+    pixel_format,
+    pixels_for,
+    refuse_copy,
+)
 from dali_train.data.loading.pipelines import (
     Batch,
     CpuPipeline,
@@ -38,43 +47,11 @@ from dali_train.data.loading.pipelines import (
 )
 from dali_train.data.loading.segment import Segment, ordered, read, segment_at
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, view_configs
-from dali_train.errors import ConfigError, RunError
-from dali_train.parallel.layout import Layout
-from dali_train.runtime.launch import Launch, LaunchOptions, discover
-from dali_train.runtime.process import choose_device, cores_per_process
-from dali_train.text import plural
+from dali_train.errors import RunError
 
 DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# The training loop, autograd and DALI's feed need a core each, or a GPU waits for its next kernel.
-_CORES_FOR_OTHERS = 3
 AnyPipeline = TypeVar("AnyPipeline", TrainingPipeline, EvaluationPipeline)
 Targets = Literal["classes", "pairs"]
-
-
-def pixel_format(config: Config, device: torch.device, num_threads: int) -> PixelFormat:
-    """Return how images are decoded for a model on `device`."""
-    # Autocast would cast to this dtype in the first layer anyway; casting here halves the memory traffic.
-    dtype = _DTYPES.get(config.precision.dtype, torch.float32)
-    return _pixels(config.data, device, num_threads, dtype, channels_last=config.model.channels_last)
-
-
-def _pixels(
-    data: DataConfig, device: torch.device, num_threads: int, dtype: torch.dtype, *, channels_last: bool
-) -> PixelFormat:
-    on_gpu = data.device == "gpu" or (data.device == "auto" and device.type == "cuda")
-    return PixelFormat(
-        device_id=(device.index or 0) if on_gpu else None,
-        num_threads=num_threads,
-        dtype=dtype,
-        channels_last=channels_last,
-        pinned=not on_gpu and device.type == "cuda",
-    )
-
-
-def decoding_threads(num_cores: int, device: torch.device) -> int:
-    """Return how many of a process's cores decode."""
-    return max(1, num_cores - _CORES_FOR_OTHERS) if device.type == "cuda" else num_cores
 
 
 class SyntheticPipeline(TrainingPipeline):
@@ -89,154 +66,10 @@ class SyntheticPipeline(TrainingPipeline):
         return Batch(self._images, torch.from_numpy(batch.targets), torch.from_numpy(batch.lambdas), batch)
 
 
-def blank_images(config: SampleConfig, pixels: PixelFormat, device: torch.device) -> torch.Tensor:
-    """Return zeros in the shape and format of a loader's images, (n, 3, size, size)."""
-    size = config.data.train_size
-    return torch.zeros(config.batch.micro_batch, 3, size, size, device=device, dtype=pixels.dtype).to(
-        memory_format=torch.channels_last if pixels.channels_last else torch.preserve_format
-    )
-
-
-# Where a loader stands: its coordinate, device and threads
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    dp_rank: int
-    dp_size: int
-    device: torch.device
-    num_threads: int
-
-    @classmethod
-    def find(
-        cls,
-        dp_rank: int | None,
-        dp_size: int | None,
-        group: dist.ProcessGroup | None,
-        device: torch.device | str | None,
-        num_threads: int | None,
-    ) -> Self:
-        """Find what is None: the coordinate in the process group or the launcher's environment, a GPU if there is
-        one, this process's share of the cores."""
-        is_given = dp_rank is not None or dp_size is not None
-        has_group = dist.is_available() and (group is not None or dist.is_initialized())
-        try:
-            launch = discover(LaunchOptions())
-        except ConfigError:
-            if not is_given and not has_group:
-                raise
-            launch = Launch()
-        rank, size = launch.rank, launch.world_size
-        if is_given:
-            rank, size = -1 if dp_rank is None else dp_rank, dp_size or 0
-        elif has_group:
-            rank, size = dist.get_rank(group), dist.get_world_size(group)
-        require(0 <= rank < size, f"dp_rank is {rank} with dp_size {size}: use both, with 0 <= dp_rank < dp_size")
-        device = choose_device("auto", launch) if device is None else _device(device)
-        threads = num_threads or decoding_threads(cores_per_process(launch), device)
-        return cls(dp_rank=rank, dp_size=size, device=device, num_threads=threads)
-
-    def node(self, data: DataConfig) -> Node | None:
-        """Return this process's view of the cache of its node, None without data.cache; all coordinates together."""
-        if data.cache is None:
-            return None
-        require(
-            self.dp_size == 1 or (dist.is_initialized() and dist.get_world_size() == self.dp_size),
-            f"data.cache is {data.cache} with dp_size {self.dp_size}: its processes find each other in torch's default "
-            "process group, which must have that size: call torch.distributed.init_process_group first, or leave the "
-            "cache out",
-        )
-        launch = Launch(rank=self.dp_rank, world_size=self.dp_size)
-        return join_node(data, launch, Layout(rank=self.dp_rank, replicas=self.dp_size))
-
-
-_KEYWORDS = {"root": "the dataset", "train_size": "image_size", "eval_size": "image_size", "device": "decode_device"}
-
-
-@contextmanager
-def _in_keywords() -> Iterator[None]:
-    """Name settings in errors as the keywords of a loader: augment for data.augment, batch_size for
-    batch.micro_batch."""
-    names = {f"data.{one.name}": _KEYWORDS.get(one.name, one.name) for one in fields(DataConfig)}
-    names |= {"batch.micro_batch": "batch_size", "batch.global_batch": "global_batch"}
-    names |= {f"mixup.{one.name}": f"mixup {one.name}" for one in fields(MixupConfig)}
-    try:
-        yield
-    except ConfigError as error:
-        message = re.sub(r"\b(?:data|batch|mixup)\.\w+", lambda found: names.get(found[0], found[0]), str(error))
-        raise ConfigError(message.removeprefix("data.")) from None
-
-
-def _data_config(
-    dataset: str | os.PathLike[str], size: str, image_size: int, decode_device: str, settings: dict[str, Any]
-) -> DataConfig:
-    """Return the settings of a loader's keywords; `size` is the setting that image_size stands for."""
-    require(size not in settings, f"{size} is {settings.get(size)}: use image_size")
-    for name in ("root", "device", "num_threads"):
-        require(name not in settings, f"{name} is no keyword in **settings")
-    config = DataConfig(root=os.fspath(dataset), **{"device": decode_device, size: image_size, **settings})
-    _refuse_copy(config)
-    return config
-
-
-def _device(name: torch.device | str) -> torch.device:
-    """Return the device of this name, with a number if it is a GPU."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device is {name!r}: use cpu, cuda or cuda:0, or leave it out") from None
-    if device.type != "cuda":
-        return device
-    num_gpus = torch.cuda.device_count()
-    require(
-        (device.index or 0) < num_gpus,
-        f"device is {name}, but torch finds {plural(num_gpus, 'GPU')} on this host: use another or cpu, leave it out, "
-        "or check the driver",
-    )
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-
-def _refuse_copy(data: DataConfig) -> None:
-    require(
-        data.local_copy is None,
-        f"data.local_copy is {data.local_copy}: a loader reads a dataset where it lies; copy it there and give that "
-        "directory",
-    )
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    known = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if known is None or known not in _DTYPES.values():
-        raise ConfigError(f"dtype is {dtype!r}: use {close_value(dtype, list(_DTYPES), ', '.join(_DTYPES))}")
-    return known
-
-
-def _checked_views(views: int | Sequence[View], config: SampleConfig) -> tuple[View, ...]:
-    """Raises ConfigError: a view, or a setting that needs to know of only one."""
-    if isinstance(views, int):
-        views = (
-            View(
-                size=config.data.train_size, n=checked("views", views, get_type_hints(View, include_extras=True)["n"])
-            ),
-        )
-    require(all(isinstance(one, View) for one in views), f"views is {views!r}: use a number, or dali_train.View(...)")
-    conflicts = {
-        "mixup": config.mixup.enabled,
-        "crop_side": config.data.crop_side is not None,
-        "progressive": bool(config.data.progressive),
-        "alternating_flip": config.data.alternating_flip,
-        f"reader {config.data.reader}": config.data.reader != "index",
-    }
-    for name in (name for name in conflicts if conflicts[name] and views):
-        raise ConfigError(f"views with {name}, which goes with a single view of an image: leave one of them out")
-    view_configs(config, views)  # checks sizes and areas
-    return tuple(views)
-
-
 class _Loader(Generic[AnyPipeline]):
     """What both loaders have: a pipeline that is opened when it is needed, in the process that made them."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: Place) -> None:
         self._place, self._process = place, os.getpid()
         self._pipeline: AnyPipeline | None = None
 
@@ -322,9 +155,9 @@ class TrainLoader(_Loader[TrainingPipeline]):
         num_threads: int | None = None,
         **settings: Any,
     ) -> None:
-        with _in_keywords():
-            data = _data_config(dataset, "train_size", image_size, decode_device, settings)
-            place = _Place.find(dp_rank, dp_size, group, device, num_threads)
+        with in_keywords():
+            data = data_config(dataset, "train_size", image_size, decode_device, settings)
+            place = Place.find(dp_rank, dp_size, group, device, num_threads)
             size = batch_size * place.dp_size if global_batch is None else global_batch
             config = SampleConfig(
                 data=data,
@@ -332,9 +165,9 @@ class TrainLoader(_Loader[TrainingPipeline]):
                 mixup=mixup if isinstance(mixup, MixupConfig) else MixupConfig(**(mixup or {})),
             )
             require(targets in ("classes", "pairs"), f"targets is {targets!r}: use classes or pairs")
-            pixels = _pixels(data, place.device, place.num_threads, _dtype(dtype), channels_last=channels_last)
+            pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
             self._begin(Split(data.root, split), config, pixels, place, place.node(data))
-            self._views = _checked_views(views, config)
+            self._views = checked_views(views, config)
         self._fixed_global_batch, self._targets = global_batch is not None, targets
 
     @classmethod
@@ -349,8 +182,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
         group: dist.ProcessGroup | None = None,
     ) -> Self:
         """Return the loader of the micro-batches that the trainer has with `config`. See the class for the others."""
-        place = _Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
-        _refuse_copy(config.data)
+        place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
+        refuse_copy(config.data)
         loader = cls.__new__(cls)
         pixels, node = pixel_format(config, place.device, place.num_threads), place.node(config.data)
         loader._begin(Split(config.data.root, "train"), config, pixels, place, node)
@@ -382,7 +215,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
             ConfigError, DatasetError: a setting cannot be satisfied; the message names it.
         """
         loader = cls.__new__(cls)
-        place = _Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
+        place = Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
         pixels = pixel_format(config, device, num_threads)
         loader._begin(split, config, pixels, place, node, decodes=decodes, step=start_step)
         loader._open()
@@ -393,7 +226,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         split: Split,
         config: SampleConfig,
         pixels: PixelFormat,
-        place: _Place,
+        place: Place,
         node: Node | None,
         *,
         decodes: bool = True,
@@ -522,7 +355,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         Raises:
             ConfigError: it is of another dataset, batch or order; the message names the difference.
         """
-        with _in_keywords():
+        with in_keywords():
             for name, own in {"step": 0, "global_batch": 0, **self._identity()}.items():
                 value = state.get(name)
                 require(
@@ -627,11 +460,11 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         num_threads: int | None = None,
         **settings: Any,
     ) -> None:
-        with _in_keywords():
-            data = _data_config(dataset, "eval_size", image_size, decode_device, settings)
-            place = _Place.find(dp_rank, dp_size, group, device, num_threads)
+        with in_keywords():
+            data = data_config(dataset, "eval_size", image_size, decode_device, settings)
+            place = Place.find(dp_rank, dp_size, group, device, num_threads)
             size = BatchConfig(global_batch=batch_size, micro_batch=batch_size).micro_batch
-            pixels = _pixels(data, place.device, place.num_threads, _dtype(dtype), channels_last=channels_last)
+            pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
             self._begin(Split(data.root, split), data, pixels, place, size, place.node(data))
 
     @classmethod
@@ -645,8 +478,8 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         group: dist.ProcessGroup | None = None,
     ) -> Self:
         """Return the loader of the images that an evaluation of the trainer with `config` has."""
-        place = _Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
-        _refuse_copy(config.data)
+        place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
+        refuse_copy(config.data)
         loader, pixels = cls.__new__(cls), pixel_format(config, place.device, place.num_threads)
         split, size = Split(config.data.root, "validation"), config.batch.micro_batch
         loader._begin(split, config.data, pixels, place, size, place.node(config.data))
@@ -668,7 +501,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
     ) -> Self:
         """Return the trainer's loader of `images`, (n,) rows of the split, see `TrainLoader.of`."""
         loader = cls.__new__(cls)
-        place = _Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
+        place = Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
         pixels, size = pixel_format(config, device, num_threads), config.batch.micro_batch
         loader._begin(split, config.data, pixels, place, size, node, images=images, decodes=decodes)
         loader._open()
@@ -679,7 +512,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         split: Split,
         data: DataConfig,
         pixels: PixelFormat,
-        place: _Place,
+        place: Place,
         size: int,
         node: Node | None,
         *,

@@ -39,7 +39,7 @@ from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split, sizes_of
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.dali import LOG_VARIABLE, decode_repeatedly, decoder_in_log
-from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
 from dali_train.extras.doctor.findings import Finding, table
 from dali_train.extras.doctor.surroundings import home, network, temporary_files
