@@ -52,7 +52,7 @@ def evaluate_checkpoint(
         if run_dir is not None:
             check_registered(config.model, run_dir)
         path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
-        require_equal_ranks(config, device, host_group(launch, config.parallel), path)
+        require_equal_ranks(config, device, host_group(launch), path)
         plan = prepare(config, launch, device, trains=False)
         loaded = load_chosen(path)
         warnings = differences_from_run(loaded, config, plan.split)
@@ -96,7 +96,7 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
     if from_timm:
         config = _with_architecture(config, weights, chosen)
     with joined_and_watched(options, config, Path(config.run.dir)) as (launch, device):
-        require_equal_ranks(config, device, host_group(launch, config.parallel))
+        require_equal_ranks(config, device, host_group(launch))
         plan = prepare(config, launch, device, trains=False)
         tensors = first_weights(config.model, plan.class_names, evaluates=True)
         model = build_model(config, plan.num_classes, device, with_weights=True, tensors=tensors, keep_classifier=True)
@@ -124,7 +124,7 @@ def joined_and_watched(
     """Join the process group, see `joined`. If several ranks end with the same error, one of them prints it."""
     with joined(options, config) as (launch, device), ExitStack() as stack:
         # Only to handle errors at the end, without its threads.
-        stack.push(Watchdog(launch, directory, config.parallel.timeout_s))
+        stack.push(Watchdog(launch, directory))
         yield launch, device
 
 

@@ -319,8 +319,9 @@ def train(
     config: Config, launch: Launch, device: torch.device, command: Sequence[str], stop_requests: StopRequests
 ) -> RunResult:
     """Train on all ranks together, inside the process group."""
-    directory, group = Path(config.run.dir), host_group(launch, config.parallel)
-    with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog:
+    directory = Path(config.run.dir)
+    group = host_group(launch)
+    with Watchdog(launch, directory) as watchdog:
         require_equal_ranks(config, device, group)
         with locked(directory, group) as holder, mirrored(config, launch, stop_requests) as mirror:
             run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
@@ -375,7 +376,7 @@ def build(
         lock_holder: the holder of the run's lock, for status.json.
     """
     begin = time.perf_counter()
-    writer_group = host_group(launch, config.parallel)
+    writer_group = host_group(launch)
     plan = prepare(config, launch, device)
     evaluators = build_evaluators(plan)
     hooks = make_hooks(config.hooks, plan.layout)

@@ -53,7 +53,7 @@ def copied(config: Config, launch: Launch) -> DatasetRoot:
         DatasetError: on all ranks, if any host fails to make its copy.
     """
     assert config.data.local_copy is not None
-    group = host_group(launch, config.parallel, timeout=_NO_LIMIT)
+    group = host_group(launch, timeout=_NO_LIMIT)
     copy, failure = None, ""
     try:
         copy = make_copy(Path(config.data.root), Path(config.data.local_copy), verbose=launch.local_rank == 0)

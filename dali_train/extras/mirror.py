@@ -580,7 +580,7 @@ def mirrored(config: Config, launch: Launch, stop: StopRequests | None = None) -
         CheckpointError: on all ranks, if all its checkpoints are damaged.
         RunError: on all ranks, if a finished run's last upload failed.
     """
-    group, mirrors = host_group(launch, config.parallel, timeout=_NO_LIMIT), list[Mirror]()
+    group, mirrors = host_group(launch, timeout=_NO_LIMIT), list[Mirror]()
 
     def begin() -> None:
         try:

@@ -44,7 +44,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """This process's ranks among all processes of the run."""
+    """This process's ranks among all processes of the run, and how long they wait for each other."""
 
     rank: int = 0
     world_size: int = 1
@@ -53,6 +53,7 @@ class Launch:
     host: str = "localhost"  # where rank 0 listens
     port: int = 0
     launcher: str = "none"
+    timeout_s: float = 600.0  # parallel.timeout_s, after which the watchdog ends a rank; collectives time out later
 
 
 def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) -> Launch:

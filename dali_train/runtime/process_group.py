@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from dali_train.config import Config, ParallelConfig
+from dali_train.config import Config
 from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
@@ -36,16 +36,11 @@ _LATE_S = 10
 
 
 @contextmanager
-def process_group(
-    launch: Launch, device: torch.device, timeout_s: float = 600, stop: StopRequests | None = None
-) -> Iterator[Launch]:
+def process_group(launch: Launch, device: torch.device, stop: StopRequests | None = None) -> Iterator[Launch]:
     """Initialise the default process group (NCCL on GPUs, Gloo on CPUs) for the duration of the block. A single process
     gets none. Yields `launch` with the port of the shared store.
 
     A rank that is asked to stop while it waits for the others ends with status 75.
-
-    Args:
-        timeout_s: parallel.timeout_s, after which the watchdog ends a rank; collectives time out a little later.
 
     Raises:
         ConfigError: some ranks found a GPU and others did not; the address of rank 0 is none; GLOO_SOCKET_IFNAME names
@@ -80,7 +75,7 @@ def process_group(
             store=dist.PrefixStore("default_pg", store),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timedelta(seconds=timeout_s) + _AFTER_WATCHDOG,
+            timeout=_timeout(launch),
             device_id=device if backend == "nccl" else None,
         )
     except (dist.DistError, RuntimeError) as error:
@@ -100,15 +95,15 @@ def process_group(
 def joined(
     options: LaunchOptions, config: Config, stop: StopRequests | None = None
 ) -> Iterator[tuple[Launch, torch.device]]:
-    """Find this process's rank and device, and within, be a member of the default process group.
+    """Determine rank and device, and join the default process group for the duration of the context.
 
     Raises:
         ConfigError: the launcher's variables contradict each other, or there is no device run.device.
         RunError: see `process_group`.
     """
-    launch = discover(options)
+    launch = replace(discover(options), timeout_s=config.parallel.timeout_s)
     device = choose_device(config.run.device, launch)
-    with process_group(launch, device, config.parallel.timeout_s, stop) as launch:
+    with process_group(launch, device, stop) as launch:
         yield launch, device
 
 
@@ -223,16 +218,21 @@ def _rendezvous(launch: Launch) -> tuple[dist.Store, int]:
         time.sleep(0.2)
 
 
-def host_group(launch: Launch, parallel: ParallelConfig, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+def host_group(launch: Launch, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """Return a new group of all ranks for communication in host memory; None for a single process.
 
     Its collectives give up after `timeout`, by default when the watchdog would have ended this rank.
     """
     if launch.world_size == 1:
         return None
-    group = dist.new_group(backend="gloo", timeout=timeout or timedelta(seconds=parallel.timeout_s) + _AFTER_WATCHDOG)
+    group = dist.new_group(backend="gloo", timeout=timeout or _timeout(launch))
     assert isinstance(group, dist.ProcessGroup)  # it is a number on ranks outside the group
     return group
+
+
+def _timeout(launch: Launch) -> timedelta:
+    """Return the timeout of collectives."""
+    return timedelta(seconds=launch.timeout_s) + _AFTER_WATCHDOG
 
 
 def on_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None) -> Value:

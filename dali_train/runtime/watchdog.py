@@ -84,19 +84,20 @@ class Beat:
 class Watchdog:
     """Watches this rank after the rendezvous; inside ``with`` by its own threads.
 
+    After `Launch.timeout_s` without progress, a rank writes its report and ends its process; a single process only
+    reports.
+
     Args:
-        timeout_s: after this long without progress, a rank writes its report and ends its process; a single process
-            only reports.
         monotonic: the clock, in seconds, of `Position.phase_start`.
     """
 
-    def __init__(
-        self, launch: Launch, directory: Path, timeout_s: float, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._launch, self._directory, self._timeout_s, self._now = launch, directory, timeout_s, monotonic
+    def __init__(self, launch: Launch, directory: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._launch = launch
+        self._directory = directory
+        self._now = monotonic
         self._position: Position = Startup(monotonic())
         self._data_source = ""
-        self._late_s = self._next_warning = min(LATE_S, timeout_s / 2)
+        self._late_s = self._next_warning = min(LATE_S, launch.timeout_s / 2)
         self._reported = False
         self._ended, self._lost_peer = "", False  # for the last beat
         self._cause, self._cause_reported_elsewhere = "", False  # see `close`
@@ -236,11 +237,11 @@ class Watchdog:
         if age >= self._next_warning:
             self._next_warning = age + self._late_s
             self._warn(age)
-        if age < self._timeout_s:
+        if age < self._launch.timeout_s:
             return False
         if not self._reported:
             self._reported = True
-            self._write_report(f"no progress for {age:.0f} s (parallel.timeout_s is {self._timeout_s:g})")
+            self._write_report(f"no progress for {age:.0f} s (parallel.timeout_s is {self._launch.timeout_s:g})")
         return self._launch.world_size > 1 and self._position.phase not in _LONG_PHASES
 
     @property

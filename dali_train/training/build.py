@@ -129,7 +129,7 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
         num_threads=num_threads,
         dataset=dataset,
         split=Split(dataset.path, "train" if trains else "validation"),
-        node=join_node(config.data, launch, layout, config.parallel) if trains else None,
+        node=join_node(config.data, launch, layout) if trains else None,
     )
 
 

@@ -44,7 +44,7 @@ def compare(rank: int, path: Path, directory: Path) -> None:
     """Give rank 1 other values, one after the other."""
     with process_group(discover(LaunchOptions()), CPU) as launch, pytest.MonkeyPatch.context() as patch:
         config = load_config(path)
-        group = host_group(launch, config.parallel)
+        group = host_group(launch)
 
         def fault(config: Config) -> str:
             try:

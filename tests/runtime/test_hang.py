@@ -84,8 +84,8 @@ class Ranks:
         self.pass_time(2, beating=range(count))
 
     def _watchdog(self, rank: int) -> Watchdog:
-        launch = Launch(rank=rank, world_size=self._count, local_rank=rank, port=self._port)
-        return Watchdog(launch, self.directory, 60.0, self.clock)
+        launch = Launch(rank=rank, world_size=self._count, local_rank=rank, port=self._port, timeout_s=60.0)
+        return Watchdog(launch, self.directory, self.clock)
 
     def enter(self, phase: str, *ranks: int) -> None:
         for rank in ranks:

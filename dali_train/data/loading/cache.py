@@ -35,7 +35,7 @@ import torch.distributed as dist
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.config import DataConfig, ParallelConfig, SampleConfig
+from dali_train.config import DataConfig, SampleConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatch
@@ -279,7 +279,7 @@ def _share(split: Split) -> float:
     return split.num_bytes / sum(each.num_bytes for each in split.manifest.splits.values())
 
 
-def join_node(data: DataConfig, launch: Launch, layout: Layout, parallel: ParallelConfig | None = None) -> Node | None:
+def join_node(data: DataConfig, launch: Launch, layout: Layout) -> Node | None:
     """Return this process's view of the cache of its node, None without data.cache. All ranks call this together.
 
     Raises:
@@ -287,7 +287,7 @@ def join_node(data: DataConfig, launch: Launch, layout: Layout, parallel: Parall
     """
     if data.cache is None:
         return None
-    group = host_group(launch, parallel or ParallelConfig())
+    group = host_group(launch)
     reads = layout.pipeline_rank == 0
     mine = (platform.node(), launch.rank, layout.data_rank if reads else None)
     everybody = [mine] * launch.world_size

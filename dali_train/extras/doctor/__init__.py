@@ -1,6 +1,7 @@
 """Examine this machine and cluster before a run: `dali-train doctor`."""
 
 import argparse
+from dataclasses import replace
 
 from dali_train.commands.arguments import Commands, config_of, launch_options, with_config
 from dali_train.commands.boundary import importing
@@ -25,6 +26,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
     launch = discover(launch_options(options))
     device = choose_device(config.run.device if config is not None else "auto", launch)
-    timeout = (config.parallel.timeout_s,) if config is not None else ()
-    with process_group(launch, device, *timeout) as launch:
+    if config is not None:
+        launch = replace(launch, timeout_s=config.parallel.timeout_s)
+    with process_group(launch, device) as launch:
         return FINISHED if examine(launch, device, config) else 1

@@ -217,7 +217,7 @@ def _decoder(
 def equal_ranks(launch: Launch, device: torch.device, config: Config) -> Iterator[Finding]:
     """Check that all ranks have the same config, dataset, weight files and code, as `train` does."""
     try:
-        require_equal_ranks(config, device, host_group(launch, config.parallel))
+        require_equal_ranks(config, device, host_group(launch))
     except ConfigError as error:
         yield Finding("equal ranks", "fail", str(error), "see the message; what depends on the config was not checked")
     except (UserError, OSError):

@@ -139,7 +139,7 @@ def replay(run_dir: Path, step: int, *, dataset: str | None, options: LaunchOpti
     config = with_dataset(run.config, dataset).replace({"run.audit_every_steps": None})
     check_registered(config.model, run_dir)
     with joined_and_watched(options, config, run_dir) as (launch, device):
-        group = host_group(launch, config.parallel)
+        group = host_group(launch)
         require_equal_ranks(config, device, group, recorded.source)
         check_same_recipe(recorded, config, step)
         here, replayed = train_again(config, recorded, launch, device, group)
@@ -192,7 +192,7 @@ def train_again(
     # A checkpoint has complete tensors under their names, whichever ranks hold them now.
     with temporary_directory() as own:
         directory = on_rank_0(lambda: own, group)
-        writer_group = host_group(launch, config.parallel)
+        writer_group = host_group(launch)
         writer = CheckpointWriter(directory, writer_group, keep=1, num_stages=plan.layout.pipeline)
         writer.prepare(recorded.begin)
         writer.save(recorded.end, *capture_run(trainer, group))

@@ -46,7 +46,7 @@ def replay_evaluation(run_dir: Path, *, dataset: str | None, options: LaunchOpti
     chosen = evaluations_here(run)
     agrees = True
     with joined_and_watched(options, config, run_dir) as (launch, device):
-        group = host_group(launch, config.parallel)
+        group = host_group(launch)
         for path, (event, there) in chosen.items():
             require_equal_ranks(config, device, group, path)
             here, numbers = evaluate_again(config, path, launch, device)
