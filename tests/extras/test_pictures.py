@@ -2,13 +2,20 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
+from dali_train.data.loading.pipelines import Batch
+from dali_train.extras.pictures.predictions import class_names, sample_images, sheet
 from dali_train.extras.pictures.sheets import overview
+from dali_train.hooks import RunStart
 from tests.convert.files import convert, tool, write_folder
 
 COLOURS = {"blue": (20, 40, 230), "green": (10, 200, 30), "red": (240, 20, 10)}
@@ -69,3 +76,29 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tool("show_dataset").main([str(tmp_path), "--rows", "0"])
     assert "argument --rows: 0: use at least 1" in capsys.readouterr().err
+
+
+def test_samples_are_what_the_network_gets() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, size=(3, 8, 8, 3), dtype=np.uint8)
+    data = DataConfig(root="data", train_size=8, normalise=((123.0, 117.0, 104.0), (58.0, 57.0, 56.0)))
+    normalised = (torch.from_numpy(pixels).float() - torch.tensor(data.mean)) / torch.tensor(data.std)
+    batch = Batch(
+        normalised.permute(0, 3, 1, 2),
+        torch.tensor([[0, 1], [1, 0], [1, 1]]),
+        torch.tensor([0.7, 1.0, 0.2]),
+        cast(Any, None),
+    )
+    shown = sample_images(batch, data, ("cat", "dog"), 16)
+    assert np.array_equal(np.stack([image for image, _ in shown]), pixels)
+    assert [caption for _, caption in shown] == ["70% cat + 30% dog", "dog", "dog"]
+    assert sheet(shown).size == (946, 266)
+
+
+def test_class_names_are_words() -> None:
+    def names(*stored: str) -> tuple[str, ...]:
+        return class_names(cast(RunStart, SimpleNamespace(class_names=stored, num_classes=max(2, len(stored)))))
+
+    assert names("n01440764", "n02012849", "n03126707") == ("tench", "crane (n02012849)", "crane (n03126707)")
+    assert names("n01440764", "n99999999") == ("tench", "n99999999")
+    assert names("n01440764", "cat") == ("n01440764", "cat")
+    assert names() == ("0", "1")

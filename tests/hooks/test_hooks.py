@@ -1,6 +1,5 @@
 """Hooks observe: the user's own, failing ones, and what the standard ones leave in the run directory."""
 
-import copy
 import csv
 import dataclasses
 import gzip
@@ -22,19 +21,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from dali_train.checkpoint.run_directory import checkpoint_paths
 from dali_train.cli import main
-from dali_train.config import Config, DataConfig, OptimizerConfig, load_config
+from dali_train.config import Config, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import ConfigError
-from dali_train.extras.diagnostics import HISTORY, Health
-from dali_train.extras.inspection import LambView, Profile
-from dali_train.extras.pictures.predictions import class_names, sample_images, sheet
-from dali_train.hooks import Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.hooks import Hook, RunPlan
 from dali_train.hooks.console import Console, RunLogs, fitting
 from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.jsonl import JsonLines
@@ -43,7 +37,6 @@ from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.status import describe, goodput, read_events
 from dali_train.training.cost import measure_largest_product
 from dali_train.training.model import build_model
-from dali_train.training.optim import make_optimizer
 from tests.conftest import (
     REPOSITORY,
     TINY_CONFIG,
@@ -55,7 +48,7 @@ from tests.conftest import (
     run_in_pool,
     write_shard,
 )
-from tests.helpers import PIPELINE, events, extended, words
+from tests.helpers import events, extended, words
 
 OWN_HOOKS = """
 import logging
@@ -260,14 +253,6 @@ def test_the_last_line_names_the_best_checkpoint(everything: Shared) -> None:
         assert re.search(rf"metrics.jsonl, line \d+: a field of event '{kind}' is missing or wrong", line)
 
 
-@pytest.mark.parametrize(("first", "message"), [(8, "ends after step 7: no trace"), (4, "step 4 is done already")])
-def test_a_profile_of_other_steps(first: int, message: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    hook = Profile(first, 9)
-    hook.start(cast(RunStart, SimpleNamespace(total_steps=7, start_step=4, directory=tmp_path)))
-    hook.end(cast(RunEnd, None))
-    assert f"hooks.profile is {first} 9" in caplog.text and message in caplog.text and not list(tmp_path.iterdir())
-
-
 def test_console_and_logs_of_two_ranks(users: Shared) -> None:
     printed = users.printed
     assert not {"\r", "\x1b"} & set(printed), "control characters have no folder in a log"
@@ -403,150 +388,6 @@ def test_predictions_of_a_raw_dataset(train: Train, tmp_path: Path) -> None:
     assert "собака" in page and "evil name" in page and "\x1b" not in page
     wrong = [row for row in shown if row["truth"] != row["prediction"]]
     assert page.count("<small>a/собака.png</small>") == len(wrong) > 0
-
-
-def test_samples_are_what_the_network_gets() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, size=(3, 8, 8, 3), dtype=np.uint8)
-    data = DataConfig(root="data", train_size=8, normalise=((123.0, 117.0, 104.0), (58.0, 57.0, 56.0)))
-    normalised = (torch.from_numpy(pixels).float() - torch.tensor(data.mean)) / torch.tensor(data.std)
-    batch = Batch(
-        normalised.permute(0, 3, 1, 2),
-        torch.tensor([[0, 1], [1, 0], [1, 1]]),
-        torch.tensor([0.7, 1.0, 0.2]),
-        cast(Any, None),
-    )
-    shown = sample_images(batch, data, ("cat", "dog"), 16)
-    assert np.array_equal(np.stack([image for image, _ in shown]), pixels)
-    assert [caption for _, caption in shown] == ["70% cat + 30% dog", "dog", "dog"]
-    assert sheet(shown).size == (946, 266)
-
-
-def test_class_names_are_words() -> None:
-    def names(*stored: str) -> tuple[str, ...]:
-        return class_names(cast(RunStart, SimpleNamespace(class_names=stored, num_classes=max(2, len(stored)))))
-
-    assert names("n01440764", "n02012849", "n03126707") == ("tench", "crane (n02012849)", "crane (n03126707)")
-    assert names("n01440764", "n99999999") == ("tench", "n99999999")
-    assert names("n01440764", "cat") == ("n01440764", "cat")
-    assert names() == ("0", "1")
-
-
-@pytest.mark.parametrize("bias_correction", [False, True])
-@pytest.mark.parametrize("exclude_vectors", [False, True])
-def test_lambs_view_is_what_lamb_does(tmp_path: Path, bias_correction: bool, exclude_vectors: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    kwargs = {"bias_correction": bias_correction}
-    config = OptimizerConfig(lr=0.1, weight_decay=0.01, kwargs=kwargs, exclude_vectors=exclude_vectors)
-    optimizer, unwatched = make_optimizer(model, config), copy.deepcopy(model)
-    other = make_optimizer(unwatched, config)
-    hook = LambView(Layout(rank=0), every_steps=1)
-    hook.start(cast(RunStart, SimpleNamespace(model=model, optimizer=optimizer, directory=tmp_path, start_step=0)))
-    for _ in range(3):
-        images = torch.randn(8, 4, dtype=torch.float64)
-        model(images).square().sum().backward()
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        gradient = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        unwatched(images).square().sum().backward()
-        other.step()
-        other.zero_grad()
-        assert all(map(torch.equal, model.parameters(), unwatched.parameters())), "it changes nothing"
-        moved = {
-            name: (parameter.detach() - before[name]).norm().item() for name, parameter in model.named_parameters()
-        }
-        measured = hook.measure()
-        layers = json.loads((tmp_path / "lamb.jsonl").read_text().splitlines()[-1])["layers"]
-        assert {name: update for name, (_, _, update, _) in layers.items()} == pytest.approx(moved)
-        for name, (ratio, weight, update, _) in layers.items():
-            adapted = not (exclude_vectors and name.endswith("bias"))
-            assert (update == pytest.approx(0.1 * weight)) == adapted, (
-                "LAMB moves an adapted layer by lr times its norm"
-            )
-            assert (ratio == 1) != adapted
-        assert measured["clipped_grad_norm"] == pytest.approx(gradient)
-        assert measured["weight_norm"] == pytest.approx(sum(w.square().sum().item() for w in before.values()) ** 0.5)
-    assert hook.measure() == {}, "nothing new"
-
-
-def record(step: int, **fields: float) -> StepRecord:
-    times = {f.name: 0.0 for f in dataclasses.fields(TrainRecord) if f.name.endswith("_s")}
-    values = {
-        "loss": 1.0,
-        "top1": 0.5,
-        "lr": 0.1,
-        "grad_norm": 1.0,
-        "loss_scale": 1.0,
-        "skipped_steps": 0,
-        "images_per_second": 1.0,
-    }
-    measured = {name: fields.pop(name) for name in list(fields) if name not in values}
-    train = TrainRecord(**cast(Any, {**times, **values, **fields, "measured": measured}))
-    return StepRecord(step=step, epoch=0.0, micro_batches=(), batch=cast(Any, None), train=train)
-
-
-@pytest.mark.parametrize(
-    ("last", "optimizer", "message"),
-    [
-        ({"grad_norm": 30.0}, {}, "gradient norm 30 at step 300, usually 1:"),
-        ({"loss_scale": 0.5}, {}, "loss scale 0.5 at step 300: below 1, float16 loses small gradients"),
-        ({"skipped_steps": 20}, {}, "of the last 200 steps were skipped for gradients that were not finite (step 300)"),
-        ({}, {}, None),
-        ({"trust_ratio_max": 500.0}, {}, "largest trust ratio 500 at step 300: a layer whose gradient is nearly zero"),
-        # No advice that was followed already.
-        ({"trust_ratio_max": 500.0}, {"exclude_vectors": False}, "Exclude biases and norms from it"),
-        ({"trust_ratio_max": 500.0}, {"weight_decay": 1e-4}, "Raise optimizer.weight_decay from 0.0001"),
-        ({"trust_ratio_max": 500.0}, {"weight_decay": 0.1}, "lower optimizer.lr or lengthen schedule.warmup_epochs"),
-    ],
-)
-def test_health_warns(
-    last: dict[str, float], optimizer: dict[str, Any], message: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    health = Health()
-    config = SimpleNamespace(optimizer=OptimizerConfig(lr=0.1, **optimizer))
-    health.start(cast(RunStart, SimpleNamespace(start_step=0, config=config)))
-    with caplog.at_level(logging.WARNING, "dali_train"):
-        for number in range(1, 30):
-            health.step(record(10 * number, skipped_steps=3))  # while the scale is looked for
-        assert not caplog.records and HISTORY < 29
-        health.step(record(300, **{"skipped_steps": 3, **last}))
-    assert len(caplog.records) == (message is not None)
-    assert message is None or message in caplog.text
-
-
-def test_a_layer_without_gradient_is_not_in_the_trust_ratios(tmp_path: Path) -> None:
-    """As in the first step of a timm ResNet, whose last norm of each block begins with gamma 0."""
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    nn.init.zeros_(model[1].weight)
-    optimizer = make_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=1e-4))
-    hook = LambView(Layout(rank=0), every_steps=1)
-    hook.start(cast(RunStart, SimpleNamespace(model=model, optimizer=optimizer, directory=tmp_path, start_step=0)))
-    model(torch.randn(8, 4)).square().sum().backward()
-    optimizer.step()
-    measured = hook.measure()
-    layers = json.loads((tmp_path / "lamb.jsonl").read_text())["layers"]
-    assert layers["0.weight"][0] > 1000 and layers["0.weight"][3] == 0
-    assert measured["trust_ratio_max"] < 100
-
-
-def test_ranks_that_split_a_model_go_on_without_lambs_view(train: Train, tmp_path: Path) -> None:
-    """They compute it together, also if rank 0 cannot write it."""
-    (tmp_path / "run" / "lamb.jsonl").mkdir(parents=True)
-    output = train("run", *PIPELINE, "--run.max_steps", "1", ranks=2)
-    assert "lamb.jsonl cannot be written" in output
-    assert all("trust_ratio_min" not in event for event in events(tmp_path / "run", "train"))
-
-
-def test_a_model_without_lamb_has_no_trust_ratios(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    hook = LambView(Layout(rank=0), every_steps=1)
-    hook.start(cast(RunStart, SimpleNamespace(model=model, optimizer=optimizer, directory=tmp_path, start_step=0)))
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    assert hook.measure() == {} and not (tmp_path / "lamb.jsonl").exists()
-    hook.end(cast(RunEnd, None))
 
 
 def test_the_progress_bar_is_not_truncated(start_training: StartTraining, tmp_path: Path) -> None:
