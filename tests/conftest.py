@@ -25,7 +25,7 @@ with importing_torch():
     from dali_train.config import Config, load_config
     from dali_train.data.dataset.build_index import build_index
     from dali_train.data.dataset.tfrecord import write_records
-    from dali_train.runtime import torchrun
+    from dali_train.extras import local_launch
 
 from tests.ranks import POOL, Ranks, command, in_environment
 from tests.s3_server import S3Server
@@ -203,7 +203,7 @@ def forked_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         config.start_method = "forkserver"
         return functools.partial(elastic_launch(config, in_environment), dict(os.environ), work)
 
-    monkeypatch.setattr(torchrun, "elastic_launch", launch)
+    monkeypatch.setattr(local_launch, "elastic_launch", launch)
 
 
 @pytest.fixture

@@ -40,7 +40,8 @@ WeightDigests = dict[str, dict[str, str]]
 EvaluationDigests = dict[str, str]
 """Step -> `evaluation_digest`."""
 
-_BITS, _LIMB = 128, 32
+_BITS = 128
+_LIMB = 32
 # Erased boxes' noise is as large as the image and follows from the seed; no run has views; the others are part of the
 # order.
 _NOT_DRAWN = {"step", "k", "positions", "images", "noise", "views"}
@@ -169,7 +170,8 @@ class Fingerprint:
             for part in (limbs[:half], limbs[half:])
         ]
         self.text = written(*(one + other for one, other in zip(parsed(self.text), added, strict=True)))
-        self.step, self._pending = step, [0, 0]
+        self.step = step
+        self._pending = [0, 0]
         return self.text
 
 

@@ -389,12 +389,15 @@ def find_checkpoint(
 def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, str, bool]:
     """Return the checkpoint if every rank can read it; else None, the error of the first rank that cannot, and whether
     the checkpoint is damaged."""
-    checkpoint, fault, is_damaged = None, "", True
+    checkpoint = None
+    fault = ""
+    is_damaged = True
     with local_copy_of(path, group) as directory:
         try:
             checkpoint = replace(load_checkpoint(directory), path=path)
         except (CheckpointError, ConfigError) as error:
-            fault, is_damaged = str(error), isinstance(error, DamagedError)
+            fault = str(error)
+            is_damaged = isinstance(error, DamagedError)
         undecided, rank = first_fault("" if is_damaged else fault, group)
         if undecided:
             fault = undecided

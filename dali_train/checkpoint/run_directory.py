@@ -26,7 +26,8 @@ from dali_train.files import NO_SYMLINKS, ForeignFileError, json_field, read_jso
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import METRICS, Event, read_events
 
-MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
+MANIFEST = "manifest.json"
+MANIFEST_DIGEST = "manifest.json.sha256"
 SCORE = "evaluation.json"
 MIRRORED_RUN = "dali_train.extras.mirror:downloaded"
 _NAME = re.compile(r"step-(\d{8,18})")

@@ -163,7 +163,8 @@ class CheckpointWriter:
         self.join()
         self._thread = None
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise CheckpointError(
                 f"could not save a checkpoint in {self._directory}: {self._explain(error)}"
             ) from error

@@ -109,7 +109,8 @@ def check_registered(model: ModelConfig, run_dir: Path) -> None:
 
 def _input_config(model: nn.Module, config: Config, class_names: tuple[str, ...]) -> dict[str, Any]:
     """Return timm's description of `model`, with the facts on layers from timm and those on images from `config`."""
-    data, of_layers = config.data, ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
+    data = config.data
+    of_layers = ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
     description = getattr(model, "pretrained_cfg", None) or {}  # a model of the user's own may have none
     return {name: description[name] for name in of_layers if name in description} | {
         "architecture": config.model.name.partition(".")[0],
@@ -173,7 +174,8 @@ def write_model(run_dir: Path, step: int) -> Path:
     Raises:
         CheckpointError: the checkpoint is damaged, or the file cannot be written.
     """
-    checkpoint, path = load_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}"), run_dir / MODEL_FILE
+    checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}")
+    path = run_dir / MODEL_FILE
     weights: Weights = "ema" if "ema" in checkpoint.state else "raw"
     tensors = checkpoint.state["ema" if weights == "ema" else "model"]
     metadata = {"format": "pt", "weights": weights, "step": str(step), **record_of(checkpoint, weights)}

@@ -63,7 +63,8 @@ def _flush_output() -> None:
 def _nobody_reads_on() -> bool:
     """Return whether it is the standard output that is broken, as in `dali-train plan ... | head`, and silence it."""
     with suppress(OSError):  # in a notebook it is no file
-        descriptor, poll = sys.stdout.fileno(), select.poll()
+        descriptor = sys.stdout.fileno()
+        poll = select.poll()
         poll.register(descriptor, 0)
         if any(event & select.POLLERR for _, event in poll.poll(0)):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # Python flushes what is left when it ends

@@ -52,11 +52,13 @@ def require_equal_ranks(
     """
     if group is None:
         return
-    contents, fault = _settings(config, device) | _code(config), None
+    contents = _settings(config, device) | _code(config)
+    fault = None
     try:
         contents |= _files(config, checkpoint)
     except (UserError, OSError) as error:
-        contents["files"], fault = f"not readable ({error})", error
+        contents["files"] = f"not readable ({error})"
+        fault = error
     _compare(contents, group)
     if fault is not None:
         raise fault

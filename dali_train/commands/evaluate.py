@@ -63,7 +63,8 @@ def evaluate_checkpoint(
         evaluator = _evaluator(plan)
         evaluators = {"": evaluator, **build_set_evaluators(plan)}
         autocast = Precision(config.precision, device).autocast
-        results, averages = evaluate_all(evaluators, model, autocast), None
+        results = evaluate_all(evaluators, model, autocast)
+        averages = None
         if "ema" in loaded.state:
             restore_weights(loaded, model, "ema")
             averages = evaluate_all(evaluators, model, autocast)
@@ -183,7 +184,8 @@ def differences_from_run(checkpoint: Checkpoint, config: Config, split: Split) -
     Raises:
         ConfigError: there are such differences, and run.accept_changed_recipe is false.
     """
-    saved, current = checkpoint.values.recipe, recipe_settings(config)
+    saved = checkpoint.values.recipe
+    current = recipe_settings(config)
     differences = changes_between({n: saved[n] for n in _DECISIVE if n in saved}, {n: current[n] for n in _DECISIVE})
     names = checkpoint.values.class_names
     if names and names != split.manifest.class_names:

@@ -416,7 +416,8 @@ def check_end(plan: RunPlan, step: int) -> None:
     """
     if step <= plan.total_steps:
         return
-    run, global_batch = plan.config.run, plan.config.batch.global_batch
+    run = plan.config.run
+    global_batch = plan.config.batch.global_batch
     asked = f"run.epochs {run.epochs:g} of {plan.num_images} images with batch.global_batch {global_batch}"
     if run.max_steps == plan.total_steps:
         asked = f"run.max_steps {run.max_steps}"
@@ -502,7 +503,8 @@ def loop(run: Run, agreement: StepAgreement) -> None:
 
 def report_step(run: Run, lr: float, images: StepImages) -> None:
     """Pass the step to the hooks; on logging steps with metrics, for which the host waits for the device."""
-    (micro_batches, batch), record = images, None
+    micro_batches, batch = images
+    record = None
     run.progress.fingerprint.add(micro_batches)
     if run.step % run.plan.config.hooks.log_every_steps == 0 or run.is_last_step:
         record = read_metrics(run, lr, batch.micro_batch.size)

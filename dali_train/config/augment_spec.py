@@ -77,7 +77,8 @@ def parse_augment(text: str) -> AugmentSpec:
             + (f"only {', '.join(allowed)} (as in {name}-{allowed[0]}9)" if allowed else "and none at all"),
         )
         assert match is not None
-        field, value = _FIELDS[match[1]], float(match[2])
+        field = _FIELDS[match[1]]
+        value = float(match[2])
         values[field] = bool(value) if field == "increasing" else int(value) if field == "num_layers" else value
     spec = AugmentSpec(policy=name, **values)  # type: ignore[arg-type]
     require(

@@ -112,8 +112,7 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        every_hint = get_type_hints(cls, include_extras=True)
-        hints = {one.name: every_hint[one.name] for one in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+        hints = get_type_hints(cls, include_extras=True)
         needed = {one.name for one in fields(cls) if default_of(one) is MISSING}  # type: ignore[arg-type]  # a dataclass
         prefix = _PREFIXES[cls] = f"{name}." if name else ""
         build = cls.__init__

@@ -259,12 +259,14 @@ def explanations(section: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
-    texts, name = {}, ""
+    texts = {}
+    name = ""
     for statement in definition.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             name = statement.target.id
         elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            texts[name], name = " ".join(str(statement.value.value).split()), ""
+            texts[name] = " ".join(str(statement.value.value).split())
+            name = ""
     return texts
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import Any, NamedTuple, Self, get_type_hints
 
 from dali_train.config.check import (
     Conflict,
@@ -67,6 +67,15 @@ KWARGS = ("model.kwargs.", "optimizer.kwargs.")
 """The prefixes of arguments' names, as in ``model.kwargs.drop_path_rate``: each argument is a setting of its own."""
 
 
+_SAMPLE_CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        names=("mixup.alpha", "mixup.cutmix_alpha", "batch.micro_batch"),
+        when=lambda config: config.mixup.enabled and config.batch.micro_batch == 1,
+        remedy="images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas",
+    ),
+)
+
+
 @section("")
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
@@ -86,13 +95,7 @@ class SampleConfig:
             f"{max(1, round(micro_batch / repeats)) * repeats}, or data.shuffle full",
         )
 
-    CONFLICTS: ClassVar[tuple[Conflict, ...]] = (
-        Conflict(
-            names=("mixup.alpha", "mixup.cutmix_alpha", "batch.micro_batch"),
-            when=lambda config: config.mixup.enabled and config.batch.micro_batch == 1,
-            remedy="images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas",
-        ),
-    )
+    CONFLICTS = _SAMPLE_CONFLICTS
 
     def steps(self, epochs: float, num_images: int) -> int:
         """Return the optimizer steps for `epochs` passes over `num_images`, rounded up to complete the last pass."""
@@ -127,6 +130,77 @@ def _has(config: "Config", name: str, also: Callable[["Config"], bool]) -> bool:
     """Return whether a setting of the layout has another value than its default, and `also` is true."""
     default = {"parallel.pipeline": 1, "parallel.shard": "none", "parallel.tensor.size": 1}[name]
     return attrgetter(name)(config) != default and also(config)
+
+
+_RUN_CONFLICTS: tuple[Conflict, ...] = (
+    *_SAMPLE_CONFLICTS,
+    Conflict(
+        names=("precision.dtype", "run.device"),
+        when=lambda config: config.precision.dtype == "fp64" and config.run.device == "cuda",
+        remedy="fp64 is for checks on the CPU: set run.device cpu",
+    ),
+    Conflict(
+        names=("precision.autocast", "model.fast_norm"),
+        when=lambda config: not config.precision.autocast and config.model.fast_norm,
+        remedy="without autocast norms are in half precision anyway, set model.fast_norm false",
+    ),
+    Conflict(
+        names=("precision.autocast", "model.compile"),
+        when=lambda config: not config.precision.autocast and config.model.compile not in ("auto", "none"),
+        remedy="the weights' copies are not compiled, set model.compile none, or precision.autocast true",
+    ),
+    Conflict(
+        names=("run.deterministic", "model.compile"),
+        when=lambda config: config.run.deterministic and config.model.compile == "autotune",
+        remedy="it chooses kernels by timing, set model.compile blocks",
+    ),
+    Conflict(
+        names=("model.compile", "run.device"),
+        when=lambda config: config.model.compile == "cuda-graphs" and config.run.device == "cpu",
+        remedy="CUDA graphs need a GPU, set model.compile model",
+    ),
+    Conflict(
+        names=("model.compile", "data.progressive"),
+        when=lambda config: config.model.compile == "cuda-graphs" and bool(config.data.progressive),
+        remedy="a captured graph takes images of one size, set model.compile model",
+    ),
+    Conflict(
+        names=("run.best_by", "run.mirror"),
+        when=lambda config: config.run.best_by != "top1" and config.run.mirror is not None,
+        remedy="a mirror keeps the checkpoint with the best top-1; set run.best_by top1, or leave run.mirror out",
+    ),
+    Conflict(
+        names=("model.channels_last", "parallel.shard"),
+        when=lambda config: config.model.channels_last and config.parallel.shard != "none",
+        remedy="FSDP needs weights in torch's default memory format, set model.channels_last false",
+    ),
+    *(
+        Conflict(
+            names=("optimizer.clip_mode", name),
+            when=partial(_has, name=name, also=lambda config: config.optimizer.clip_mode == "agc"),
+            remedy="it needs the norms of whole weights, set optimizer.clip_mode norm, or leave the other out",
+        )
+        for name in ("parallel.shard", "parallel.tensor.size")
+    ),
+    *(
+        Conflict(
+            names=(name, "run.audit_every_steps"),
+            when=partial(_has, name=name, also=lambda config: config.run.audit_every_steps is not None),
+            remedy="no other rank has the same part of the model, set run.audit_every_steps none",
+        )
+        for name in ("parallel.pipeline", "parallel.shard", "parallel.tensor.size")
+    ),
+    Conflict(
+        names=("parallel.pipeline", "loss.distillation"),
+        when=lambda config: config.parallel.pipeline > 1 and config.loss.distillation != "none",
+        remedy="the last stage has no images to show the teacher; set parallel.pipeline 1, the default",
+    ),
+    Conflict(
+        names=("parallel.pipeline", "optimizer.layer_decay"),
+        when=lambda config: config.parallel.pipeline > 1 and config.optimizer.layer_decay is not None,
+        remedy="a stage does not know the layers of the others; set parallel.pipeline 1, the default",
+    ),
+)
 
 
 @section("")
@@ -215,75 +289,7 @@ class Config(SampleConfig):
             f"data.progressive with {parallel.kind}, whose activations have a fixed size: leave data.progressive out",
         )
 
-    CONFLICTS: ClassVar[tuple[Conflict, ...]] = (
-        *SampleConfig.CONFLICTS,
-        Conflict(
-            names=("precision.dtype", "run.device"),
-            when=lambda config: config.precision.dtype == "fp64" and config.run.device == "cuda",
-            remedy="fp64 is for checks on the CPU: set run.device cpu",
-        ),
-        Conflict(
-            names=("precision.autocast", "model.fast_norm"),
-            when=lambda config: not config.precision.autocast and config.model.fast_norm,
-            remedy="without autocast norms are in half precision anyway, set model.fast_norm false",
-        ),
-        Conflict(
-            names=("precision.autocast", "model.compile"),
-            when=lambda config: not config.precision.autocast and config.model.compile not in ("auto", "none"),
-            remedy="the weights' copies are not compiled, set model.compile none, or precision.autocast true",
-        ),
-        Conflict(
-            names=("run.deterministic", "model.compile"),
-            when=lambda config: config.run.deterministic and config.model.compile == "autotune",
-            remedy="it chooses kernels by timing, set model.compile blocks",
-        ),
-        Conflict(
-            names=("model.compile", "run.device"),
-            when=lambda config: config.model.compile == "cuda-graphs" and config.run.device == "cpu",
-            remedy="CUDA graphs need a GPU, set model.compile model",
-        ),
-        Conflict(
-            names=("model.compile", "data.progressive"),
-            when=lambda config: config.model.compile == "cuda-graphs" and bool(config.data.progressive),
-            remedy="a captured graph takes images of one size, set model.compile model",
-        ),
-        Conflict(
-            names=("run.best_by", "run.mirror"),
-            when=lambda config: config.run.best_by != "top1" and config.run.mirror is not None,
-            remedy="a mirror keeps the checkpoint with the best top-1; set run.best_by top1, or leave run.mirror out",
-        ),
-        Conflict(
-            names=("model.channels_last", "parallel.shard"),
-            when=lambda config: config.model.channels_last and config.parallel.shard != "none",
-            remedy="FSDP needs weights in torch's default memory format, set model.channels_last false",
-        ),
-        *(
-            Conflict(
-                names=("optimizer.clip_mode", name),
-                when=partial(_has, name=name, also=lambda config: config.optimizer.clip_mode == "agc"),
-                remedy="it needs the norms of whole weights, set optimizer.clip_mode norm, or leave the other out",
-            )
-            for name in ("parallel.shard", "parallel.tensor.size")
-        ),
-        *(
-            Conflict(
-                names=(name, "run.audit_every_steps"),
-                when=partial(_has, name=name, also=lambda config: config.run.audit_every_steps is not None),
-                remedy="no other rank has the same part of the model, set run.audit_every_steps none",
-            )
-            for name in ("parallel.pipeline", "parallel.shard", "parallel.tensor.size")
-        ),
-        Conflict(
-            names=("parallel.pipeline", "loss.distillation"),
-            when=lambda config: config.parallel.pipeline > 1 and config.loss.distillation != "none",
-            remedy="the last stage has no images to show the teacher; set parallel.pipeline 1, the default",
-        ),
-        Conflict(
-            names=("parallel.pipeline", "optimizer.layer_decay"),
-            when=lambda config: config.parallel.pipeline > 1 and config.optimizer.layer_decay is not None,
-            remedy="a stage does not know the layers of the others; set parallel.pipeline 1, the default",
-        ),
-    )
+    CONFLICTS = _RUN_CONFLICTS
 
     @property
     def files(self) -> Mapping[Path, bytes]:
@@ -316,7 +322,8 @@ class Config(SampleConfig):
         for prefix in KWARGS:  # an argument such as model.kwargs.drop_path_rate joins those that the config has
             kwargs = {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
             if kwargs:
-                whole, group = prefix.removesuffix("."), prefix.partition(".")[0]
+                whole = prefix.removesuffix(".")
+                group = prefix.partition(".")[0]
                 arguments = {**changes.get(whole, getattr(self, group).kwargs), **kwargs}
                 groups[group]["kwargs"] = {name: value for name, value in arguments.items() if value is not None}
         for name, value in changes.items():
@@ -479,8 +486,7 @@ def config_from_json(text: str | bytes, source: str) -> Config:
 def _assembled(source: str, values: dict[str, Any]) -> Config:
     if not all(isinstance(fields, dict) for fields in values.values()):
         raise ConfigError('expected an object of sections, {"data": {...}, "model": {...}, ...}, as a run writes it')
-    hints = get_type_hints(Config)
-    sections = {section.name: hints[section.name] for section in fields(Config)}
+    sections = get_type_hints(Config)
     for name in values:
         if name not in sections:
             raise ConfigError(unknown_setting(name, sections))

@@ -153,7 +153,8 @@ class Console(Hook):
             f"{record.num_parameters / 1e6:.1f} M" if record.num_parameters >= 100_000 else f"{record.num_parameters:,}"
         )
         logger.info(f"ready      {size} parameters, after {duration(record.startup_s)}{resumed}")
-        self._directory, self._best_by = record.directory, record.config.run.best_by
+        self._directory = record.directory
+        self._best_by = record.config.run.best_by
         self._total = record.total_steps
         self._steps_per_epoch = record.num_images / record.config.batch.global_batch
         self._interval: TrainRecord | None = None
@@ -181,7 +182,9 @@ class Console(Hook):
 
     def step(self, record: StepRecord) -> None:
         self._finish_epoch()  # the one before, whose evaluation is known by now
-        self._step, self._epoch, self._step_time = record.step, record.epoch, time.monotonic()
+        self._step = record.step
+        self._epoch = record.epoch
+        self._step_time = time.monotonic()
         self._bar.update(1)
         if record.step == self._start_step + 1:  # the host has waited for the device
             seconds = self._step_time - self._begin
@@ -228,7 +231,8 @@ class Console(Hook):
             logger.info(f"{chosen}{average} {decisive(best, 'top1'):.2%} at step {best['step']}: {kept}")
 
     def _show_plan(self, record: RunPlan) -> None:
-        config, batch = record.config, record.config.batch
+        config = record.config
+        batch = record.config.batch
         layout = Layout.from_config(record.launch, record.config.parallel)
         ranks = plural(layout.data_size, "rank")
         if layout.splits_model:
@@ -260,7 +264,8 @@ class Console(Hook):
 
     def _parts(self) -> list[str]:
         """Return the parts of a line, the most important first; loss and speed are the last logged ones."""
-        train, now = self._interval, time.monotonic()
+        train = self._interval
+        now = time.monotonic()
         step_s = (
             train.step_s if train is not None else (self._step_time - self._begin) / (self._step - self._start_step)
         )
@@ -293,7 +298,8 @@ class Console(Hook):
             return
         repeated = self._bar.disable and len(self._losses) == 1  # by the line of the one step that was logged
         if self._result is None and (repeated or not self._losses):
-            self._finished_epoch, self._losses = None, []
+            self._finished_epoch = None
+            self._losses = []
             return
         parts = [f"epoch {self._finished_epoch}:"]
         if self._losses:
@@ -303,7 +309,9 @@ class Console(Hook):
             parts.append(f"evaluation {_accuracy(self._result)} ")
         if self._interval is not None:
             parts.append(f"lr {self._interval.lr:.3g}  {self._interval.images_per_second:,.0f} images/s")
-        self._finished_epoch, self._result, self._losses = None, None, []
+        self._finished_epoch = None
+        self._result = None
+        self._losses = []
         logger.info(" ".join(parts).rstrip())
 
 

@@ -33,7 +33,8 @@ class Layout:
         Raises:
             ConfigError: the sizes do not divide the number of ranks.
         """
-        pipeline, tensor = parallel.pipeline, parallel.tensor.size
+        pipeline = parallel.pipeline
+        tensor = parallel.tensor.size
         data, rest = divmod(launch.world_size, pipeline * tensor)
         if rest:
             raise ConfigError(

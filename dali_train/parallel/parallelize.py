@@ -198,7 +198,8 @@ def _split(
     prepare: Prepare | None,
     half: torch.dtype | None,
 ) -> Parallel:
-    mesh, num_parameters = make_mesh(layout, device), sum(parameter.numel() for parameter in model.parameters())
+    mesh = make_mesh(layout, device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     check_model(model, config.tensor)
     stages: Sequence[VitStage] = ()

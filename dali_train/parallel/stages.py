@@ -61,7 +61,8 @@ def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
             "be split into stages: choose a VisionTransformer, such as vit_base_patch16_224, or set "
             "parallel.pipeline 1"
         )
-    num_blocks, num_stages = len(model.blocks), parallel.num_stages
+    num_blocks = len(model.blocks)
+    num_stages = parallel.num_stages
     if num_stages > num_blocks:
         raise ConfigError(
             f"parallel.pipeline {parallel.pipeline} x parallel.num_chunks {parallel.num_chunks} = {num_stages} "

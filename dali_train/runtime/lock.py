@@ -112,7 +112,8 @@ class RunLock:
             print(f"{self._path} could not be removed ({error}): the next start takes it over", file=sys.stderr)
 
     def _acquire(self, say: Callable[[str], None]) -> None:
-        start, first = time.monotonic(), None
+        start = time.monotonic()
+        first = None
         while not _create(self._path, self.holder):
             lock = _read(self._path)
             if lock is None:

@@ -34,7 +34,8 @@ OUTSIDE_PHASES = {"evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}
 """Phases between steps."""
 
 METRICS = "metrics.jsonl"
-_TRAIN, _HEAD = b'"train"', 30  # in the first bytes of a step's line
+_TRAIN = b'"train"'
+_HEAD = 30  # the first bytes of a line, in which a step's has _TRAIN
 _LONGEST_LINE = 1_000_000  # bytes; a run's have about a thousand
 Event = dict[str, Any]
 
@@ -95,10 +96,12 @@ def goodput(events: Sequence[Event]) -> Goodput | None:
     starts = [event for event in events if event["event"] == "start"]
     if not starts or not all("time" in event for event in (starts[0], events[-1])):
         return None
-    seconds, step = 0.0, starts[0]["step"]
+    seconds = 0.0
+    step = starts[0]["step"]
     for event in events:
         if event["event"] == "train":
-            seconds, step = seconds + event["step_s"] * (event["step"] - step), event["step"]
+            seconds = seconds + event["step_s"] * (event["step"] - step)
+            step = event["step"]
     since = events[-1]["time"] - starts[0]["time"] + starts[0]["startup_s"]
     if not seconds or since <= 0:  # or the clock was set back
         return None
@@ -208,10 +211,14 @@ def _is_number(value: Any) -> bool:
 
 
 # Exit statuses; 75 is EX_TEMPFAIL of sysexits.h. Anything else is a failure.
-FINISHED, MISTAKE, START_AGAIN, WRONG_RESULT = 0, 2, 75, 76
+FINISHED = 0
+MISTAKE = 2
+START_AGAIN = 75
+WRONG_RESULT = 76
 
 STOPPED_BY_TERM = "signal TERM"
-_FILE, _LARGEST_FILE = "status.json", 100_000
+_FILE = "status.json"
+_LARGEST_FILE = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,8 @@ class StopRequests:
 
     def saved(self) -> None:
         """Forget earlier signals, once the run is saved: from here on they only end its last upload."""
-        self._is_saved, self._signal = True, StopReason.NONE
+        self._is_saved = True
+        self._signal = StopReason.NONE
         self._received = self._handled = 0
 
     def _stop_after_step(self) -> None:

@@ -99,8 +99,12 @@ class Watchdog:
         self._data_source = ""
         self._late_s = self._next_warning = min(LATE_S, launch.timeout_s / 2)
         self._reported = False
-        self._ended, self._lost_peer = "", False  # for the last beat
-        self._cause, self._cause_reported_elsewhere = "", False  # see `close`
+        # For the last beat.
+        self._ended = ""
+        self._lost_peer = False
+        # See `close`.
+        self._cause = ""
+        self._cause_reported_elsewhere = False
         self._count = 0
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> (its last beat, when that was new here)
         self._answered = monotonic()  # when the store last answered
@@ -159,7 +163,8 @@ class Watchdog:
             error.reported_elsewhere = self._is_reported_elsewhere(str(error))
         # A traceback, which the first of the ranks prints; digits are ranks and devices.
         elif isinstance(error, Exception) and self._is_reported_elsewhere(re.sub(r"\d+", "#", ended)):
-            self._cause, self._cause_reported_elsewhere = ended, True
+            self._cause = ended
+            self._cause_reported_elsewhere = True
         if self._launch.rank == 0 and not lost_peer:
             self._wait(2 * BEAT_S, lambda: all(beat.ended for beat, _ in self._beats.values()))
         return self._cause
@@ -183,7 +188,8 @@ class Watchdog:
 
     def _is_reported_elsewhere(self, message: str) -> bool:
         """Return whether another rank has ended with the same message before this one."""
-        key, rank = f"reported {hashlib.sha256(message.encode()).hexdigest()}", str(self._launch.rank)
+        key = f"reported {hashlib.sha256(message.encode()).hexdigest()}"
+        rank = str(self._launch.rank)
 
         def ask() -> str:
             assert self._store is not None
@@ -202,7 +208,8 @@ class Watchdog:
         """Send this rank's heartbeat and read rank 0's, or on rank 0 all ranks'. Return False if the store failed."""
         assert self._store is not None
         self._count += 1
-        position, rank = self._position, self._launch.rank
+        position = self._position
+        rank = self._launch.rank
         beat = Beat(
             rank=rank,
             host=platform.node(),
@@ -232,7 +239,8 @@ class Watchdog:
         """Warn about late ranks and report a timeout; return whether this rank must end."""
         age = self._age()
         if age < self._late_s:
-            self._next_warning, self._reported = self._late_s, False
+            self._next_warning = self._late_s
+            self._reported = False
             return False
         if age >= self._next_warning:
             self._next_warning = age + self._late_s
@@ -311,7 +319,8 @@ class Watchdog:
         return [(beat, now - seen) for _, (beat, seen) in sorted(self._beats.copy().items())]
 
     def _write_report(self, reason: str) -> None:
-        launch, path = self._launch, self._directory / "hang" / f"rank{self._launch.rank}.txt"
+        launch = self._launch
+        path = self._directory / "hang" / f"rank{self._launch.rank}.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w") as file:

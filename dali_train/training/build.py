@@ -221,7 +221,8 @@ def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
         ConfigError: one has a class that data.root lacks, or its labels are not those of the validation images.
         DatasetError: one does not exist, or is damaged.
     """
-    evaluators, known = {}, {name: number for number, name in enumerate(plan.class_names)}
+    evaluators = {}
+    known = {name: number for number, name in enumerate(plan.class_names)}
     build = partial(Evaluator, config=plan.config, device=plan.device, layout=plan.layout, num_threads=plan.num_threads)
     for name, root in plan.config.data.eval_sets:
         if root.endswith(".json"):

@@ -27,7 +27,8 @@ class Gpu:
     def peak(self, dtype: str, *, tf32: bool) -> Peak | None:
         """Return the peak for precision.dtype `dtype`; None for a format that the GPU or the table lacks."""
         if dtype in ("bf16", "fp16"):
-            peak, kind = (None if dtype == "bf16" and self.name in _WITHOUT_BF16 else self.matrix), dtype
+            peak = None if dtype == "bf16" and self.name in _WITHOUT_BF16 else self.matrix
+            kind = dtype
         elif dtype == "fp32":
             uses_tf32 = tf32 and self.tensor_float is not None
             peak, kind = (self.tensor_float, "TF32") if uses_tf32 else (self.single, "FP32")

@@ -281,8 +281,10 @@ class ViT5(VisionTransformer):
         self._set_rotations()
 
     def _set_rotations(self) -> None:
-        num_registers, heads = self.num_reg_tokens, self.blocks[0].attn
-        side, (height, width) = math.isqrt(num_registers), self.patch_embed.grid_size
+        num_registers = self.num_reg_tokens
+        heads = self.blocks[0].attn
+        side = math.isqrt(num_registers)
+        height, width = self.patch_embed.grid_size
         if side**2 != num_registers:
             raise ValueError(f"reg_tokens {num_registers} is not a square, such as 4 or 9: registers lie on a grid")
         if heads.head_dim % 4:

@@ -419,7 +419,8 @@ def _check_size(model: nn.Module, config: ModelConfig, size: int, setting: str, 
             raise  # a mistake in the user's own model
         own = input_size(model)
         if own is not None and own != size and _takes(model, own):
-            problem, advice = f"takes images of {own} pixels", f"set {setting} {own}"
+            problem = f"takes images of {own} pixels"
+            advice = f"set {setting} {own}"
             if "img_size" in config.kwargs or "img_size" in argument_names(type(model)):
                 advice += f", or build the model for {size} pixels with --model.kwargs.img_size {size}"
         else:
@@ -474,7 +475,8 @@ def compare_with_timm(
     """
     own = getattr(model, "pretrained_cfg", None) or {}
     differences = []
-    size, ours = input_size(model), getattr(config.data, side)
+    size = input_size(model)
+    ours = getattr(config.data, side)
     if size not in (None, ours):
         differences.append(f"images of {size} pixels, data.{side} is {ours}")
     for name, ours in (("mean", config.data.mean), ("std", config.data.std)):

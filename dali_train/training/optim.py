@@ -222,7 +222,8 @@ def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return groups of parameters with the same factor of the learning rate, which the trainer multiplies by their
     lr_scale, and the same weight decay."""
     tokens = _without_decay(model) if config.exclude_vectors == "and-tokens" else frozenset[str]()
-    decayed, excluded = (1.0, config.weight_decay), (1.0, 0.0)
+    decayed = (1.0, config.weight_decay)
+    excluded = (1.0, 0.0)
     members: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list, {decayed: []})
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

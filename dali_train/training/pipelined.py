@@ -43,7 +43,8 @@ class Pipeline:
         self._passes: _Passes | None = None
         self._group = parallel.mesh["pipeline"].get_group()
         # The exact inputs and outputs of stages: torch 2.11 checks each micro-batch against them.
-        batch, device = config.batch.micro_batch, next(parallel.model.parameters()).device
+        batch = config.batch.micro_batch
+        device = next(parallel.model.parameters()).device
         pixels = pixel_format(config, device, num_threads=1)
         images = blank_images(config, pixels, torch.device("meta"))
         if config.precision.dtype == "fp64":
@@ -180,7 +181,8 @@ class _Passes:
         """Return the loss of micro-batch `number`, scaled for its backward pass."""
         if number >= self._num_local_micro_batches:
             return zero_loss(output)
-        trainer, batch = self._trainer, self.batches[number]
+        trainer = self._trainer
+        batch = self.batches[number]
         with trainer.precision.autocast():
             loss, logits = trainer.objective(output, batch.images, batch.targets, batch.lambdas)
         correct = first_target_correct(logits, batch.targets)

@@ -25,7 +25,8 @@ from dali_train.runtime.process import device_name
 from dali_train.runtime.status import WRONG_RESULT
 from dali_train.text import plural
 
-_WORD, _ROW = 8, 512  # bytes of a word, words of a row
+_WORD = 8  # bytes
+_ROW = 512  # words
 
 Value = TypeVar("Value")
 Part = tuple[object, ...]
@@ -56,7 +57,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
         values = torch.cat([values, values.new_zeros(missing)])
     words = values.view(torch.int64)
     num_rows = len(words) // _ROW
-    rows, rest = words[: num_rows * _ROW].view(num_rows, _ROW), words[num_rows * _ROW :]
+    rows = words[: num_rows * _ROW].view(num_rows, _ROW)
+    rest = words[num_rows * _ROW :]
     by_row = torch.cat([rows.sum(1), rest.sum()[None]])
     by_column = rows.sum(0)
     by_column[: len(rest)] += rest

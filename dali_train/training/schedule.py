@@ -106,7 +106,8 @@ def peak_learning_rate(config: Config) -> float:
 
 def describe_peak(config: Config) -> str:
     """Return ``peak 0.025: optimizer.lr 0.1 is for a global batch of 256, scale_lr linear``, or ``peak 0.1``."""
-    optimizer, peak = config.optimizer, f"peak {peak_learning_rate(config):.4g}"
+    optimizer = config.optimizer
+    peak = f"peak {peak_learning_rate(config):.4g}"
     if optimizer.scale_lr == "none":
         return peak
     return (

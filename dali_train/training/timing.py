@@ -51,7 +51,8 @@ class PhaseClock:
         self._first: tuple[float, dict[str, float]] | None = None  # seconds and phases of the first step, until read
         self.totals: dict[str, float] = {}  # seconds of the complete run by phase, up to the last reading
         self.step = 0
-        self.phase, self.phase_start = "start", time.monotonic()
+        self.phase_start = time.monotonic()  # first: the watchdog reads both
+        self.phase = "start"
         self._add_border("logging")
         first = self._borders[0]
         self._lap_start = first if isinstance(first, float) else time.perf_counter()
@@ -59,7 +60,8 @@ class PhaseClock:
     def enter(self, phase: str, *, all_reduce_follows: bool = False) -> None:
         """Count time as `phase`; with `all_reduce_follows`, as "all-reduce" once all gradients are computed."""
         self._all_reduce_follows = all_reduce_follows
-        self.phase, self.phase_start = phase, time.monotonic()
+        self.phase_start = time.monotonic()  # first: the watchdog reads both
+        self.phase = phase
         if self._annotating:
             self._annotate(phase)
         self._add_border(phase)
@@ -71,7 +73,8 @@ class PhaseClock:
         def all_gradients_are_there(_: torch.Tensor) -> None:
             if self._all_reduce_follows:
                 self._all_reduce_follows = False
-                self.phase, self.phase_start = "all-reduce", time.monotonic()
+                self.phase_start = time.monotonic()  # first: the watchdog reads both
+                self.phase = "all-reduce"
                 self._add_border("all-reduce")
 
         if parameter is not None:
@@ -91,9 +94,11 @@ class PhaseClock:
         outside = {field: phases.get(phase, 0.0) for phase, field in OUTSIDE_PHASES.items()}
         elapsed -= sum(outside.values())
         first, num_steps = self._first, self._num_steps
-        self._first, self._num_steps = None, 0
+        self._first = None
+        self._num_steps = 0
         if num_steps == 0 and first is not None:  # only the first step has been timed
-            (elapsed, phases), num_steps = first, 1
+            elapsed, phases = first
+            num_steps = 1
         return StepTimes(
             step_s=elapsed / num_steps,
             first_step_s=first[0] if first is not None else None,
@@ -138,7 +143,8 @@ class PhaseClock:
         self._phases, self._borders = self._phases[-1:], self._borders[-1:]
         for phase, seconds in phases.items():
             self.totals[phase] = self.totals.get(phase, 0.0) + seconds
-        elapsed, self._lap_start = now - self._lap_start, now
+        elapsed = now - self._lap_start
+        self._lap_start = now
         return elapsed, phases
 
     def _annotate(self, phase: str) -> None:

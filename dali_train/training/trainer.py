@@ -110,25 +110,28 @@ class Trainer:
         num_local_micro_batches = self.parallel.layout.num_local_micro_batches(self.num_micro_batches)
         num_passes = self.parallel.num_passes(self.num_micro_batches)
         for number in range(num_passes):
-            last, counts = number == num_passes - 1, number < num_local_micro_batches
-            if counts:
+            is_last = number == num_passes - 1
+            has_micro_batch = number < num_local_micro_batches
+            if has_micro_batch:
                 self.clock.enter("data")
                 batch = loader.next()
             self.clock.enter("forward")
             # Blocks derive their own dropout seeds from the micro-batch's (`seed_each_block`).
             seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
-            with self.parallel.accumulating(last=last):
+            with self.parallel.accumulating(last=is_last):
                 with self.precision.autocast():
                     images = batch.images.to(self.precision.image_dtype)
                     output = self.parallel.model(images)
-                    if counts:
+                    if has_micro_batch:
                         loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
-                self.clock.enter("backward", all_reduce_follows=last)
+                self.clock.enter("backward", all_reduce_follows=is_last)
                 with nullcontext() if self.audit is None else self.audit.recording(number, batch):
-                    (self.scaled(loss) if counts else zero_loss(output)).backward()
+                    (self.scaled(loss) if has_micro_batch else zero_loss(output)).backward()
             if number == 0 and self.noise is not None:
                 self.noise.add_first_micro_batch(self.model)
-            if not counts:  # the last micro-batch again, with zero loss: other ranks have collectives in every pass
+            if (
+                not has_micro_batch
+            ):  # the last micro-batch again, with zero loss: other ranks have collectives in every pass
                 break
             self.statistics.add_micro_batch()
             correct = first_target_correct(logits, batch.targets)

@@ -112,10 +112,9 @@ def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_a_signal_while_the_agent_waits(tmp_path: Path, number: signal.Signals, name: str) -> None:
     """For another host's answer, or for memory: no process is started then that could handle it."""
-    waiting = "import time; from dali_train.runtime import torchrun\n"
-    waiting += (
-        "torchrun.elastic_launch = lambda config, work: lambda *words: (print('waits', flush=True), time.sleep(99))\n"
-    )
+    waiting = "import time; from dali_train.extras import local_launch\n"
+    waiting += "def wait(*words): print('waits', flush=True), time.sleep(99)\n"
+    waiting += "local_launch.elastic_launch = lambda config, work: wait\n"
     parent = start_sleeper(tmp_path, guard=waiting)
     assert parent.stdout is not None and parent.stdout.readline() == "waits\n"
     parent.send_signal(number)

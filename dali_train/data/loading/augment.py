@@ -196,7 +196,10 @@ def turned_hue(image: Image.Image, degrees: float) -> Image.Image:
     return image.convert("RGB", tuple(matrix.ravel().tolist()))
 
 
-_SHEAR_X, _SHEAR_Y, _MOVE_X, _MOVE_Y = moved(shear_x=1), moved(shear_y=1), moved(x=1), moved(y=1)
+_SHEAR_X = moved(shear_x=1)
+_SHEAR_Y = moved(shear_y=1)
+_MOVE_X = moved(x=1)
+_MOVE_Y = moved(y=1)
 _BRIGHTNESS = enhanced(ImageEnhance.Brightness, lambda images, factor: fn.brightness(images, brightness=factor))
 _CONTRAST = enhanced(
     ImageEnhance.Contrast, lambda images, factor: dali_ops.contrast.op(images, _beside(factor, images))

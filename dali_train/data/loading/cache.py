@@ -55,7 +55,8 @@ _BLOCK_BYTES = 1 << 12  # a file takes whole blocks of the disk
 _RESERVE = 0.05  # fraction of the disk that stays free
 _LEAST_FILLED = 0.98  # a round of eviction leaves at least this fraction of the capacity
 # Wait between two rounds: at least so long, and so many times as long as choosing took (5 % of a core).
-_LEAST_WAIT_S, _WAIT_RATIO = 0.02, 20.0
+_LEAST_WAIT_S = 0.02
+_WAIT_RATIO = 20.0
 _WAIT_S = 10.0  # for the previous user of the directory, which may be about to end
 
 
@@ -124,7 +125,8 @@ class ImageCache:
                 "`dali-train data index` on the dataset, and copy index/ and dataset.json to the bucket"
             )
         self.directory = directory / _directory_name(split.manifest, split.name)
-        self._checksums, self._sizes = split.checksums, split.rows["size"]
+        self._checksums = split.checksums
+        self._sizes = split.rows["size"]
         self._budget = budget
         self._counted: set[int] = set()
         self.num_hits = self.num_damaged = 0
@@ -210,7 +212,8 @@ class ImageCache:
 
     def give_up(self, what: Literal["read", "written"], error: OSError) -> None:
         """Use the cache no more: only for reading, if it cannot be written."""
-        self._writes, self._reads = False, self._reads and what == "written"
+        self._writes = False
+        self._reads = self._reads and what == "written"
         self._warn(
             f"cannot be {what} ({error.strerror}): training continues without it, and fetches these images again; "
             "repair that disk, or use another directory at the next start"
@@ -294,7 +297,8 @@ def join_node(data: DataConfig, launch: Launch, layout: Layout) -> Node | None:
     if group is not None:
         dist.all_gather_object(everybody, mine, group=group)
     here = [(rank, coordinate) for host, rank, coordinate in everybody if host == mine[0] and coordinate is not None]
-    lock, failure = None, ""
+    lock = None
+    failure = ""
     directory = Path(data.cache) / f"user-{os.getuid()}"  # every rank of this node finds it by this
     if reads and launch.rank == min(rank for rank, _ in here):
         try:
@@ -359,7 +363,8 @@ class NextUse:
         self._within = (mine[:, None] * batch.micro_batch + np.arange(batch.micro_batch)).ravel()  # a step's positions
         self._turns = np.repeat(mine // dp_size, batch.micro_batch).astype(np.int32)
         self.per_step = batch.grad_accum_steps(dp_size)
-        self._global_batch, self._dp_size = batch.global_batch, dp_size
+        self._global_batch = batch.global_batch
+        self._dp_size = dp_size
         self.total_steps = config.total_steps(len(labels))
         self._steps_per_chunk = max(1, len(labels) // batch.global_batch)
         self._end = start_step  # uses are known in steps before it

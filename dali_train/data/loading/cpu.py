@@ -34,7 +34,9 @@ class CpuTransform:
 
     def __init__(self, data: DataConfig, pixels: PixelFormat, *, size: int) -> None:
         side = data.train_size
-        self._side, self._antialias, self._mode = side, data.antialias, data.interpolation
+        self._side = side
+        self._antialias = data.antialias
+        self._mode = data.interpolation
         # One row of pixels each, channels innermost: rows long enough for vectorised arithmetic.
         self._scale = 1 / torch.tensor(data.std).repeat(side)
         self._shift = -torch.tensor(data.mean).repeat(side) * self._scale
@@ -71,7 +73,8 @@ class CpuTransform:
             resized = self.resize(crops, flips, operations, filters)
 
             def work(i: int) -> None:
-                own, partner = resized[i], resized[partners[i]]
+                own = resized[i]
+                partner = resized[partners[i]]
                 if cuts[i][2]:
                     self._normalise(batch[i], _with_box_of(partner, own, *cuts[i]))
                 else:
@@ -88,7 +91,8 @@ class CpuTransform:
         filters: NDArray[np.int32] | None = None,
     ) -> list[torch.Tensor]:
         """Resize each crop to the training size: (side, 3 * side) uint8, one row per row of pixels."""
-        resize, resized = self._resizing(crops, flips, operations, filters), [torch.empty(0)] * len(crops)
+        resize = self._resizing(crops, flips, operations, filters)
+        resized = [torch.empty(0)] * len(crops)
 
         def work(i: int) -> None:
             resized[i] = resize(i)
@@ -156,7 +160,8 @@ def _with_box_of(
 ) -> torch.Tensor:
     """Return `own` with the pixels of `partner` in the box, (side, 3 * side) each."""
     image = own.clone()
-    rows, columns = slice(top, top + height), slice(3 * left, 3 * (left + width))
+    rows = slice(top, top + height)
+    columns = slice(3 * left, 3 * (left + width))
     image[rows, columns] = partner[rows, columns]
     return image
 

@@ -355,7 +355,8 @@ def graph_options(pixels: PixelFormat, *, size: int) -> dict[str, Any]:
 @pipeline_def(enable_conditionals=True)
 def training_graph(feed: Feed, looks: Sequence[Look], pixels: PixelFormat, split: Split) -> Any:
     """Define the graph that does everything except mixing: images of each look, targets, lambdas, partners."""
-    nodes, data = feed.nodes(), looks[0][0]
+    nodes = feed.nodes()
+    data = looks[0][0]
     stored, anchor, shape = nodes["stored"], nodes["anchor"], nodes["shape"]
     if split.manifest.encoding == "raw":
         images = to_device(fn.slice(stored, anchor, shape, axis_names="HW"), pixels)  # on the host: less to copy
@@ -380,7 +381,8 @@ def _looking(
     if data.crop_side is not None:
         start = nodes["start"]
         if data.crop_padding_mode == "reflect":
-            images, start = reflected_on_all_sides(images, data.crop_padding), start + data.crop_padding
+            images = reflected_on_all_sides(images, data.crop_padding)
+            start = start + data.crop_padding
         images = fn.slice(
             images,
             start=start,
@@ -393,7 +395,8 @@ def _looking(
     mirror = nodes["mirror"]
     if augmentation is not None or data.vertical_flip > 0:
         vertical = {"vertical": nodes["upside down"]} if data.vertical_flip > 0 else {}
-        images, mirror = fn.flip(images, horizontal=mirror, **vertical), None
+        images = fn.flip(images, horizontal=mirror, **vertical)
+        mirror = None
     if augmentation is not None:
         steps = [(nodes[f"operator {s}"], nodes[f"argument {s}"]) for s in range(augmentation.num_steps)]
         box = (nodes["erased anchor"], nodes["erased shape"]) if augmentation.erases else None
@@ -440,9 +443,11 @@ def evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixe
 
 def reflected_on_all_sides(images: Any, padding: int) -> Any:
     """Return the node of images, (height, width, 3), with `padding` pixels of their reflection on each side."""
-    above, below = images[1 : padding + 1], images[-padding - 1 : -1]
+    above = images[1 : padding + 1]
+    below = images[-padding - 1 : -1]
     rows = fn.cat(*(fn.flip(above, horizontal=0, vertical=1), images, fn.flip(below, horizontal=0, vertical=1)), axis=0)
-    left, right = rows[:, 1 : padding + 1], rows[:, -padding - 1 : -1]
+    left = rows[:, 1 : padding + 1]
+    right = rows[:, -padding - 1 : -1]
     return fn.cat(*(fn.flip(left, horizontal=1), rows, fn.flip(right, horizontal=1)), axis=1)
 
 

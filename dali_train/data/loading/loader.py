@@ -70,7 +70,8 @@ class _Loader(Generic[AnyPipeline]):
     """What both loaders have: a pipeline that is opened when it is needed, in the process that made them."""
 
     def __init__(self, place: Place) -> None:
-        self._place, self._process = place, os.getpid()
+        self._place = place
+        self._process = os.getpid()
         self._pipeline: AnyPipeline | None = None
 
     def _require_own_process(self) -> None:
@@ -83,7 +84,8 @@ class _Loader(Generic[AnyPipeline]):
 
     def close(self) -> None:
         """End the threads, close the files and free the memory, as dropping the loader does. It can be used again."""
-        pipeline, self._pipeline = self._pipeline, None
+        pipeline = self._pipeline
+        self._pipeline = None
         if pipeline is not None:
             pipeline.close()
             del pipeline
@@ -168,7 +170,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
             self._begin(Split(data.root, split), config, pixels, place, place.node(data))
             self._views = checked_views(views, config)
-        self._fixed_global_batch, self._targets = global_batch is not None, targets
+        self._fixed_global_batch = global_batch is not None
+        self._targets = targets
 
     @classmethod
     def from_config(
@@ -185,7 +188,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
         loader = cls.__new__(cls)
-        pixels, node = pixel_format(config, place.device, place.num_threads), place.node(config.data)
+        pixels = pixel_format(config, place.device, place.num_threads)
+        node = place.node(config.data)
         loader._begin(Split(config.data.root, "train"), config, pixels, place, node)
         loader._targets = targets
         return loader
@@ -234,14 +238,16 @@ class TrainLoader(_Loader[TrainingPipeline]):
     ) -> None:
         super().__init__(place)
         self._split, self.config, self._pixels, self._node, self._decodes = split, config, pixels, node, decodes
-        self._fixed_global_batch, self._targets = True, "classes"
+        self._fixed_global_batch = True
+        self._targets = "classes"
         self.micro_batch: MicroBatch | None = None
         """Of what was last returned: indices, boxes, flips, partners, ...; None before the first."""
         self._go_to(step)
         config.batch.grad_accum_steps(place.dp_size)  # raises ConfigError if there are more coordinates than that
 
     def _go_to(self, step: int) -> None:
-        self._step, self._num_done = step, 0  # of this coordinate's micro-batches of the step
+        self._step = step
+        self._num_done = 0  # of this coordinate's micro-batches of the step
 
     # Iteration
 
@@ -321,7 +327,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
     def at(self, step: int, k: int | None = None) -> Any:
         """Return micro-batch `k` of `step`, as iterating does; None: this coordinate's first. The position stays."""
         self._require_own_process()
-        k, count = self._place.dp_rank if k is None else k, self.config.batch.num_micro_batches
+        k = self._place.dp_rank if k is None else k
+        count = self.config.batch.num_micro_batches
         require(step >= 0 and 0 <= k < count, f"at({step}, {k}): use a step from 0 on, and k from 0 to {count - 1}")
         segment = self._segment_at(step)
         wanted = MicroBatches(self._split.rows, segment.config, segment.views)(step, k)
@@ -363,7 +370,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
                     f"the state to load has {name} {value!r} and this loader {own!r}: make the loader with the "
                     "dataset and settings of the one whose state it is",
                 )
-            size, own_size = state["global_batch"], self.config.batch.global_batch
+            size = state["global_batch"]
+            own_size = self.config.batch.global_batch
             require(
                 size == own_size or not self._fixed_global_batch,
                 f"the state to load has global_batch {size} and this loader {own_size}: use global_batch={size}",
@@ -408,7 +416,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
     def _pipeline_of(self, segment: Segment, chosen: Iterator[MicroBatch] | None = None) -> TrainingPipeline:
         """Return the pipeline of a segment's micro-batches, or of those `chosen`, whose bytes are not read ahead."""
         split, pixels = self._split, self._pixels
-        data, size = segment.config.data, segment.config.batch.micro_batch
+        data = segment.config.data
+        size = segment.config.batch.micro_batch
         if data.reader == "dali":
             pipeline: TrainingPipeline = load_row(DALI_READER, "data.reader dali")(
                 split,
@@ -480,8 +489,10 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         """Return the loader of the images that an evaluation of the trainer with `config` has."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        loader, pixels = cls.__new__(cls), pixel_format(config, place.device, place.num_threads)
-        split, size = Split(config.data.root, "validation"), config.batch.micro_batch
+        loader = cls.__new__(cls)
+        pixels = pixel_format(config, place.device, place.num_threads)
+        split = Split(config.data.root, "validation")
+        size = config.batch.micro_batch
         loader._begin(split, config.data, pixels, place, size, place.node(config.data))
         return loader
 
@@ -502,7 +513,8 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         """Return the trainer's loader of `images`, (n,) rows of the split, see `TrainLoader.of`."""
         loader = cls.__new__(cls)
         place = Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
-        pixels, size = pixel_format(config, device, num_threads), config.batch.micro_batch
+        pixels = pixel_format(config, device, num_threads)
+        size = config.batch.micro_batch
         loader._begin(split, config.data, pixels, place, size, node, images=images, decodes=decodes)
         loader._open()
         return loader

@@ -57,7 +57,8 @@ class Place:
             launch = Launch()
         rank, size = launch.rank, launch.world_size
         if is_given:
-            rank, size = -1 if dp_rank is None else dp_rank, dp_size or 0
+            rank = -1 if dp_rank is None else dp_rank
+            size = dp_size or 0
         elif has_group:
             rank, size = dist.get_rank(group), dist.get_world_size(group)
         require(0 <= rank < size, f"dp_rank is {rank} with dp_size {size}: use both, with 0 <= dp_rank < dp_size")

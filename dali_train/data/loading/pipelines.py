@@ -233,7 +233,8 @@ class EvaluationPipeline:
         pixels: PixelFormat,
         node: Node | None = None,
     ) -> None:
-        self._split, self._storage = split, open_storage(split, data, node.cache(split) if node is not None else None)
+        self._split = split
+        self._storage = open_storage(split, data, node.cache(split) if node is not None else None)
         self._batches, self._data, self._pixels = batches, data, pixels
         self._position = 0
         self._pipe = evaluation_graph(
@@ -336,7 +337,8 @@ def central_regions(
     are rounded as in torchvision's Resize and CenterCrop, so that the pixels are the same.
     """
     short = np.minimum(heights, widths)
-    starts, ends = [], []
+    starts = []
+    ends = []
     for length in (heights, widths):
         resized = np.full_like(length, resize_to) if squash else np.floor(resize_to * length / short)
         offset = np.rint((resized - size) / 2)

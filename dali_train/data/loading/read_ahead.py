@@ -82,7 +82,10 @@ class _Plan:
         schedule: Iterator[tuple[int, int]],
         num_ahead: int,
     ) -> None:
-        self._rows, self._storage, self._micro_batches, self._num_ahead = split.rows, storage, micro_batches, num_ahead
+        self._rows = split.rows
+        self._storage = storage
+        self._micro_batches = micro_batches
+        self._num_ahead = num_ahead
         self._turn = threading.Lock()  # its holder works out what to read next, or waits until it is time
         self._portions = self._all_portions(schedule)
         self._moved = threading.Condition()

@@ -120,7 +120,8 @@ def _first_that_fits(
     if len(pending):
         # All other attempts at once, because the overhead of a NumPy call exceeds the arithmetic here.
         later, fits = candidates(np.tile(pending, 9), np.repeat(np.arange(2, 11), len(pending)))
-        later, fits = later.reshape(9, -1, 4), fits.reshape(9, -1)
+        later = later.reshape(9, -1, 4)
+        fits = fits.reshape(9, -1)
         first = later[fits.argmax(axis=0), np.arange(len(pending))]
         boxes[pending] = np.where(np.logical_or.reduce(fits)[:, None], first, otherwise(pending))
     return boxes.astype(np.int32)
@@ -136,7 +137,8 @@ def flips(
         vertical: the probability of turning upside down.
         alternating: mirroring is drawn for epoch 0 and inverted in every odd epoch.
     """
-    block, epochs = np.ones_like(images.numbers), np.zeros_like(images.epochs) if alternating else images.epochs
+    block = np.ones_like(images.numbers)
+    epochs = np.zeros_like(images.epochs) if alternating else images.epochs
     draws = uniform(seed, Purpose.FLIP, block, low=images.numbers, high=epochs)
     mirrored = draws[:, 0] < probability
     flipped = (mirrored ^ (images.epochs % 2 == 1) if alternating else mirrored).astype(np.int32)
@@ -169,15 +171,16 @@ def padded_crops(
             before the square, at a negative offset.
     """
     draws = uniform(seed, Purpose.CROP, np.ones_like(images.numbers), low=images.numbers, high=images.epochs)
-    starts, lengths, offsets = [], [], []
+    starts = []
+    lengths = []
+    offsets = []
     for axis, length in enumerate((images.heights, images.widths)):
         start = np.floor(draws[:, axis] * (length + 2 * padding - side + 1)).astype(np.int64) - padding
-        first, end = np.maximum(start, 0), np.minimum(start + side, length)
+        first = np.maximum(start, 0)
+        end = np.minimum(start + side, length)
         if reflect:  # pixel -i is a copy of i, and pixel length - 1 + i one of length - 1 - i
-            first, end = (
-                np.minimum(first, np.maximum(2 * length - 1 - (start + side), 0)),
-                np.maximum(end, np.minimum(1 - start, length)),
-            )
+            first = np.minimum(first, np.maximum(2 * length - 1 - (start + side), 0))
+            end = np.maximum(end, np.minimum(1 - start, length))
         starts.append(first)
         lengths.append(end - first)
         offsets.append(first - start)

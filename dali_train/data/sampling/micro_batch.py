@@ -53,7 +53,8 @@ class MicroBatch:
     def corners(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return (anchors, shapes) of the boxes to decode, each (n, 2), as a decoder takes them: around all views."""
         boxes = np.stack([view.boxes for view in self.views or (self,)])
-        anchors, ends = boxes[..., :2].min(axis=0), (boxes[..., :2] + boxes[..., 2:]).max(axis=0)
+        anchors = boxes[..., :2].min(axis=0)
+        ends = (boxes[..., :2] + boxes[..., 2:]).max(axis=0)
         return np.ascontiguousarray(anchors), np.ascontiguousarray(ends - anchors)
 
     @property
@@ -116,7 +117,8 @@ class MicroBatches:
         return replace(views[0], views=tuple(views))
 
     def _drawn(self, config: SampleConfig, step: int, k: int, view: int = 0, num_views: int = 1) -> MicroBatch:
-        data, seed = config.data, config.data.seed
+        data = config.data
+        seed = config.data.seed
         positions = self.positions(step, k)
         images, epochs = self.order.images_at(positions)
         epochs = epochs * num_views + view  # as for repeats: no two views of an image have the same number

@@ -217,7 +217,8 @@ class SampleOrder:
         epochs, within = np.divmod(positions, self.num_images)
         if isinstance(self.shuffle, str) and self.shuffle == "none":
             return within, epochs
-        images, passes = np.empty_like(within), epochs * self._most
+        images = np.empty_like(within)
+        passes = epochs * self._most
         for epoch in np.unique(epochs):
             here = epochs == epoch
             order = self._order(int(epoch))

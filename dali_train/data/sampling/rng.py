@@ -50,10 +50,13 @@ def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt
     high[i], 0])``, which increments its counter before it draws.
     """
     key = np.array([[seed], [int(purpose)]], dtype=np.uint64)
-    even, odd = np.stack([block, high]), np.stack([low, np.zeros_like(low)])  # words 0 and 2, 1 and 3 of each counter
+    # Words 0 and 2, 1 and 3 of each counter.
+    even = np.stack([block, high])
+    odd = np.stack([low, np.zeros_like(low)])
     for _ in range(10):
         above, below = _multiply(even)
-        even, odd = above[::-1] ^ odd ^ key, below[::-1]
+        even = above[::-1] ^ odd ^ key
+        odd = below[::-1]
         key += _WEYL
     return np.stack([even[0], odd[0], even[1], odd[1]], axis=-1)
 
@@ -90,13 +93,16 @@ def torch_seed(seed: int, purpose: Purpose, *, step: int = 0, k: int = 0) -> int
 # Philox4x64's multipliers and key increments, Table 2 of the paper.
 _FACTORS = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], dtype=np.uint64)
 _WEYL = np.array([[0x9E3779B97F4A7C15], [0xBB67AE8584CAA73B]], dtype=np.uint64)
-_32, _MASK32 = np.uint64(32), np.uint64((1 << 32) - 1)
-_LOW_FACTORS, _HIGH_FACTORS = _FACTORS & _MASK32, _FACTORS >> _32
+_32 = np.uint64(32)
+_MASK32 = np.uint64((1 << 32) - 1)
+_LOW_FACTORS = _FACTORS & _MASK32
+_HIGH_FACTORS = _FACTORS >> _32
 
 
 def _multiply(words: UInt64s) -> tuple[UInt64s, UInt64s]:
     """Return the high and the low 64 bits of ``_FACTORS * words``, from products of 32-bit halves."""
-    low, high = words & _MASK32, words >> _32
+    low = words & _MASK32
+    high = words >> _32
     low_high = _LOW_FACTORS * high
     middle = (_LOW_FACTORS * low >> _32) + (low_high & _MASK32) + _HIGH_FACTORS * low
     return _HIGH_FACTORS * high + (low_high >> _32) + (middle >> _32), _FACTORS * words
@@ -138,7 +144,8 @@ def normal_weights(seed: int, draw: int, count: int, mean: float, std: float) ->
 
 def inverse_erf(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the inverse of the error function at `values`, between -1 and 1 exclusive, in their shape."""
-    flat, result = values.ravel(), np.empty(values.size, dtype=np.float32)
+    flat = values.ravel()
+    result = np.empty(values.size, dtype=np.float32)
     for start in range(0, flat.size, _CHUNK):
         part = slice(start, start + _CHUNK)
         result[part] = normal_quantile((flat[part].astype(np.float64) + 1) * 0.5) * np.sqrt(0.5)
@@ -196,7 +203,8 @@ def logarithm(values: Float64s) -> Float64s:
     """
     mantissas, exponents = np.frexp(values)
     small = mantissas < np.sqrt(0.5)
-    mantissas, exponents = np.where(small, 2 * mantissas, mantissas), exponents - small
+    mantissas = np.where(small, 2 * mantissas, mantissas)
+    exponents = exponents - small
     s = (mantissas - 1) / (mantissas + 1)
     return exponents * _LOG_2 + 2 * s * _polynomial([1 / (2 * power + 1) for power in range(12)], s * s)
 
