@@ -27,7 +27,7 @@ from dali_train.errors import DatasetError
 from dali_train.extras import index_in_place
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket
-from tests.conftest import StartTraining, Train, encoded, photograph
+from tests.conftest import REPOSITORY, StartTraining, Train, encoded, photograph
 from tests.convert.files import files_of, small_photograph, write_tar
 from tests.helpers import extended, first_batches, kill_after_step_4, losses, state_difference
 from tests.s3_server import S3Server
@@ -474,7 +474,7 @@ def test_an_index_resumes_and_lists_what_cannot_be_decoded(
 def test_what_cannot_be_indexed_in_place(
     forms: Path, in_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compressed = Path(__file__).parent / "mds" / "val"
+    compressed = REPOSITORY / "tests" / "convert" / "mds" / "val"
     write_tar(tmp_path / "packed" / "a.tar", [("1.jpg", small_photograph(1)), ("1.cls", b"0")], mode="w:gz")
     other = tmp_path / "other"
     other.mkdir()

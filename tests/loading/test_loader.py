@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -327,20 +328,32 @@ def test_a_dropped_loader_leaves_nothing(dataset: Path) -> None:
 def test_interrupted_from_outside(dataset: Path) -> None:
     """A notebook's interrupt anywhere in the loop loses and repeats nothing."""
     loader = TrainLoader(dataset, batch_size=2, image_size=64, augment="rand-m9-mstd0.5-inc1", **ALONE)
-    timer, seen = None, []
-    while loader.epoch < 3:
-        before = loader.step
-        timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
-        try:
+    seen: list[int] = []
+    is_looping = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if is_looping:  # later it would end the process that runs the tests
+            raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGINT, interrupt)
+    try:
+        while loader.epoch < 3:
+            before = loader.step
+            timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
-            for _ in loader:
-                assert loader.micro_batch is not None and loader.micro_batch.step == loader.step - 1
-                seen.append(loader.micro_batch.step)
+            try:
+                is_looping = True
+                for _ in loader:
+                    assert loader.micro_batch is not None and loader.micro_batch.step == loader.step - 1
+                    seen.append(loader.micro_batch.step)
+            except KeyboardInterrupt:
+                pass
+            is_looping = False
             timer.cancel()
-            timer.join()  # within the handler's reach: it may have sent the signal by now
-        except KeyboardInterrupt:
             timer.join()
-        seen += [step for step in range(before, loader.step) if step not in seen]  # handed over as the signal came
+            seen += [step for step in range(before, loader.step) if step not in seen]  # handed over as the signal came
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert seen == list(range(75))
 
 

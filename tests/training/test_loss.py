@@ -116,7 +116,7 @@ def test_without_a_teacher_the_objective_is_the_loss() -> None:
         ({"name": "binary-cross-entropy", "target_threshold": 1.5}, "target_threshold is 1.5"),
         ({"distillation": "hard"}, "distillation is hard with loss.teacher none: set loss.teacher"),
         ({"teacher": "resnet50"}, "teacher is resnet50 .*loss.distillation none: set it"),
-        (TEACHER | {"distillation": "hard", "temperature": 3.0}, "temperature is 3.0 with loss.distillation hard"),
+        (TEACHER | {"distillation": "hard", "temperature": 3.0}, "temperature is 3 with loss.distillation hard"),
         (TEACHER | {"temperature": 0.0}, "temperature is 0.0"),
         (TEACHER | {"distillation_weight": 0.0}, "distillation_weight is 0.0"),
     ],
