@@ -42,7 +42,7 @@ def test_a_folder_becomes_an_exported_model(
     """With a smaller network, and without onnx, which tests/extras/test_export.py has."""
     monkeypatch.chdir(tmp_path)
     folder_of_photographs(40, 50)
-    page = (REPOSITORY / "docs" / "own-images.md").read_text()
+    page = (REPOSITORY / "docs" / "own-images.md").read_text().partition("## Step by step")[2]
     run_commands_of(page, ["data", "init", "plan", "train", "eval", "report", "export"])
     output = capsys.readouterr().out
     assert "photos.py: 16 images to train on in 2 classes, 4 to validate; the median is 50 x" in output
