@@ -165,11 +165,6 @@ _RUN_CONFLICTS: tuple[Conflict, ...] = (
         remedy="a captured graph takes images of one size, set model.compile model",
     ),
     Conflict(
-        names=("run.best_by", "run.mirror"),
-        when=lambda config: config.run.best_by != "top1" and config.run.mirror is not None,
-        remedy="a mirror keeps the checkpoint with the best top-1; set run.best_by top1, or leave run.mirror out",
-    ),
-    Conflict(
         names=("model.channels_last", "parallel.shard"),
         when=lambda config: config.model.channels_last and config.parallel.shard != "none",
         remedy="FSDP needs weights in torch's default memory format, set model.channels_last false",

@@ -332,3 +332,8 @@ def test_what_belongs_to_the_recipe(dataset: Path) -> None:
         PLAIN.replace({"data.normalise": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))}), split.manifest
     )
     assert changes_between(imagenet, numbers) == []
+
+
+def test_a_mirror_goes_with_any_ranking_of_checkpoints(config: Config) -> None:
+    changed = config.replace({"run.best_by": "loss", "run.mirror": "s3://bucket/run"})
+    assert (changed.run.best_by, changed.run.mirror) == ("loss", "s3://bucket/run")
