@@ -2,9 +2,10 @@
 
 import math
 import re
+import shlex
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
 
 _ESCAPE_SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
@@ -41,6 +42,14 @@ def redacted(text: str) -> str:
     )
 
 
+def shell_command(command: Sequence[str]) -> str:
+    """Return a command for a shell, without secrets and without the path of the program on this machine."""
+    program, *words = command
+    name = Path(program).name
+    start = "dali-train" if name in ("dali-train", "__main__.py") else f"python {shlex.quote(name)}"
+    return " ".join([start, *(shlex.quote(redacted(word)) for word in words)])
+
+
 def has_credentials(url: str) -> bool:
     """Return whether there is something in a URL that `redacted` removes."""
     return redacted(url) != url
@@ -69,11 +78,6 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def setting(value: Any) -> str:
-    """Return a setting's value as it is typed and printed: true, false and none as in the command line."""
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def plural(count: int, noun: str) -> str:

@@ -13,11 +13,12 @@ from typing import Any
 from dali_train.checkpoint.format import CheckpointError, RunValues
 from dali_train.checkpoint.run_directory import MANIFEST, named_checkpoint
 from dali_train.config import Config
+from dali_train.config.check import as_typed
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
-from dali_train.text import plural, printable, setting, shortened
+from dali_train.text import plural, printable, shortened
 from dali_train.training.pretrained import is_path
 
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
@@ -115,7 +116,7 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
         names.remove(_NAMES)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]
     return [
-        f"{_SETTINGS_OF.get(name, name)} {setting(old)} -> {setting(new)}" for name, old, new in values if old != new
+        f"{_SETTINGS_OF.get(name, name)} {as_typed(old)} -> {as_typed(new)}" for name, old, new in values if old != new
     ]
 
 

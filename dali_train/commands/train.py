@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import platform
-import shlex
 import sys
 import time
 import traceback
@@ -52,7 +51,7 @@ from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.status import RunStatus, newest_step, score
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
 from dali_train.runtime.watchdog import Watchdog
-from dali_train.text import redacted
+from dali_train.text import redacted, shell_command
 from dali_train.training.build import (
     Evaluators,
     RunPlan,
@@ -455,7 +454,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
             num_parameters=trainer.parallel.num_parameters,
             start_step=run.step,
             startup_s=startup_s,
-            command=as_typed(command),
+            command=shell_command(command),
             fingerprint=run.progress.fingerprint.text,
             machine=machine(plan),
             model=trainer.model,
@@ -650,14 +649,6 @@ def end(run: Run) -> None:
 
 
 # config.json and environment.json, which record how a run was made
-
-
-def as_typed(command: Sequence[str]) -> str:
-    """Return a command for a shell, without secrets and without the path of the program on this machine."""
-    program, *words = command
-    name = Path(program).name
-    start = "dali-train" if name in ("dali-train", "__main__.py") else f"python {shlex.quote(name)}"
-    return " ".join([start, *(shlex.quote(redacted(word)) for word in words)])
 
 
 def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) -> None:

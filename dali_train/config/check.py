@@ -100,7 +100,7 @@ def as_typed(value: Any) -> str:
         is_nested = any(isinstance(element, tuple) for element in value)
         return (" " if is_nested else ",").join(map(as_typed, value)) or "()"
     if isinstance(value, float):
-        return f"{value:.12g}"
+        return repr(value).removesuffix(".0")  # all digits: in a message about a change they may be what differs
     return str(getattr(value, "__qualname__", value))
 
 

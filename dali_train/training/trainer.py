@@ -129,9 +129,8 @@ class Trainer:
                     (self.scaled(loss) if has_micro_batch else zero_loss(output)).backward()
             if number == 0 and self.noise is not None:
                 self.noise.add_first_micro_batch(self.model)
-            if (
-                not has_micro_batch
-            ):  # the last micro-batch again, with zero loss: other ranks have collectives in every pass
+            if not has_micro_batch:
+                # It was the last micro-batch again, with zero loss: other ranks have collectives in every pass.
                 break
             self.statistics.add_micro_batch()
             correct = first_target_correct(logits, batch.targets)

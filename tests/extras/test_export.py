@@ -24,13 +24,13 @@ from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import load_trained
 from dali_train.cli import main
-from dali_train.commands.train import as_typed
 from dali_train.data.convert.image import upright
 from dali_train.errors import ConfigError
 from dali_train.extras.doctor.examine import model_and_batch
 from dali_train.extras.export.write import commands
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.status import read_events
+from dali_train.text import shell_command
 from dali_train.training.model import build_model
 from tests.conftest import REPOSITORY, TINY_CONFIG, jpeg, photograph
 from tests.convert.files import EPS
@@ -99,8 +99,8 @@ def test_a_card_has_the_commands_that_led_to_its_weights(tmp_path: Path) -> None
     lines = [{"event": "start", "epoch": 0.0, "startup_s": 1.0, "step": step, "command": name} for step, name in starts]
     run = RunDirectory(write_run(tmp_path / "run", events=lines))
     assert commands(run, 20).splitlines() == ["train", "train --more  # from step 9", "train  # from step 11"]
-    assert commands(run, 9) == "train" and as_typed(["/x/dali_train/__main__.py", "a b"]) == "dali-train 'a b'"
-    assert as_typed(["/home/me/mine.py", "s3://me:SECRET@host"]) == "python mine.py 's3://***@host'"
+    assert commands(run, 9) == "train" and shell_command(["/x/dali_train/__main__.py", "a b"]) == "dali-train 'a b'"
+    assert shell_command(["/home/me/mine.py", "s3://me:SECRET@host"]) == "python mine.py 's3://***@host'"
 
 
 def test_a_run_begins_with_another_runs_weights(finished: Path, make_run: Callable[..., Path]) -> None:

@@ -20,7 +20,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.extras.init import _seconds
 from dali_train.extras.init.config_file import write_config
-from dali_train.extras.init.pretrained import describe_weights
+from dali_train.extras.init.network import describe_weights
 from dali_train.extras.init.trial import Trial
 from dali_train.runtime.status import START_AGAIN, read_status
 from tests.helpers import words
@@ -74,6 +74,8 @@ def test_from_a_folder_to_a_model_through_kills(photos: Path, tmp_path: Path) ->
     assert cli.main(["fit", str(photos), "--out", str(out), *LENGTH]) == 0
     assert cli.main(["fit", str(photos), "--out", str(out), "--model", "resnet18", *LENGTH]) == 2
     assert cli.main(["fit", str(photos), "--out", str(photos), *LENGTH]) == 2
+    of_a_dataset = ["fit", str(out / "dataset"), "--out", str(tmp_path / "other"), "--validation-fraction", "0.2"]
+    assert cli.main([*of_a_dataset, *LENGTH]) == 2 and not (tmp_path / "other").exists()
 
 
 def until_a_checkpoint(run: Path) -> None:
@@ -107,6 +109,34 @@ def test_the_epochs_that_fit_into_a_time(photos: Path, tmp_path: Path) -> None:
         assert trial.epochs_in(config, num_images, exactly - 0.1) == pytest.approx(one_step_less)
     with pytest.raises(ConfigError, match="allow more time"):
         trial.epochs_in(config, num_images, 40)
+
+
+@pytest.fixture(scope="module")
+def index(photos: Path) -> Path:
+    assert cli.main(words(f"data index {photos} --out {photos.parent / 'index'} --validation-fraction 0.2")) == 0
+    return photos.parent / "index"
+
+
+@pytest.mark.slow
+def test_a_time_is_tried_with_several_processes(index: Path, tmp_path: Path) -> None:
+    assert cli.main(words(f"init {index} --output {tmp_path / 'config.py'} --for 120s --num-processes 2")) == 0
+    assert load_config(tmp_path / "config.py").run.epochs >= 1
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_interrupted_writes_no_config(index: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dali_train", "init", str(index), "--output", "config.py", "--for", "50m"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not any(tmp_path.glob("dali-train-*/**/trial/metrics.jsonl")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate()
+    assert process.returncode == 128 + signal.SIGINT and "no config was written" in printed, printed
+    assert not (tmp_path / "config.py").exists()
 
 
 @pytest.fixture

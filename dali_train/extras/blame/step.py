@@ -5,6 +5,7 @@ run, on another number of ranks: the steps from the checkpoint before it are tra
 step's micro-batches are passed through the network as it was then.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,22 +19,20 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dali_train.checkpoint.format import load_checkpoint
 from dali_train.checkpoint.run_directory import RunDirectory
-from dali_train.checkpoint.state import Start
-from dali_train.checkpoint.trained_model import check_registered, first_weights
+from dali_train.checkpoint.trained_model import check_registered
 from dali_train.commands.evaluate import joined_and_watched
-from dali_train.commands.train import restored_trainer
 from dali_train.config import Config, ParallelConfig
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.progress import Progress
 from dali_train.errors import ConfigError
 from dali_train.extras.pictures.predictions import file_names, sample_images, sheet
 from dali_train.extras.proof.prove import with_dataset
-from dali_train.extras.proof.replay import Recorded, check_same_recipe
+from dali_train.extras.proof.replay import Recorded, before, check_same_recipe
 from dali_train.runtime.launch import LaunchOptions
 from dali_train.text import aligned, plural
-from dali_train.training.build import RunPlan, build_loader, prepare, warm_up_trainer
+from dali_train.training.build import RunPlan, prepare
 from dali_train.training.invariant import seed_micro_batch
 from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import Trainer
@@ -72,8 +71,8 @@ def blame(run_dir: Path, step: int | None, *, dataset: str | None, count: int, p
     with joined_and_watched(LaunchOptions(), config, run_dir) as (launch, device):
         plan = prepare(config, launch, device)
         if step is None:
-            step = _worst_step(run, config, plan)
-        images = _look_at(run, config, plan, step, count)
+            step = _worst_step(run, plan)
+        images = _look_at(run, plan, step, count)
     _print(images, step, count, plan)
     path = picture or run_dir / "blame" / f"step-{step:08d}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,66 +81,56 @@ def blame(run_dir: Path, step: int | None, *, dataset: str | None, count: int, p
     return images
 
 
-def _worst_step(run: RunDirectory, config: Config, plan: RunPlan) -> int:
+def _worst_step(run: RunDirectory, plan: RunPlan) -> int:
     """Return the step with the largest loss, counted from 1, in the line where the mean loss rises most."""
-    lines = [event for event in run.events if event["event"] == "train"]
-    rises = [(after["loss"] - before["loss"], before["step"], after["step"]) for before, after in _pairs(lines)]
-    rise, first, last = max(rises, default=(0.0, 0, 0))
-    if not rise > 0:
+    # Steps that were repeated after a resume count as they were the last time.
+    by_step = {event["step"]: _size(event["loss"]) for event in run.events if event["event"] == "train"}
+    rises = [(by_step[last] - by_step[first], first, last) for first, last in pairwise(sorted(by_step))]
+    rise, first, last = max((one for one in rises if one[0] > 0), default=(0.0, 0, 0))
+    if not rise:
         raise ConfigError(f"{run.directory}: its loss rises in no line of metrics.jsonl: name a step with --step")
     print(f"the loss rises most, by {rise:.4f}, between step {first} and step {last}")
     if last == first + 1:
         return last
+    trainer, loader, begin = _before(run, plan, first + 1)
     losses = {}
-    trainer, begin = _restored(run, config, plan, first + 1)
-    for index in _training(trainer, config, plan, begin, last):
+    for index in _training(trainer, loader, plan, begin, last):
         if index >= first:
-            losses[index + 1] = trainer.metrics.read().loss
+            losses[index + 1] = _size(trainer.metrics.read().loss)
     return max(losses, key=lambda step: losses[step])
 
 
-def _pairs(lines: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield neighbours in one part of a run: steps that were repeated after a resume come once, as they were last."""
-    by_step = {line["step"]: line for line in lines}
-    ordered = [by_step[step] for step in sorted(by_step)]
-    yield from pairwise(ordered)
+def _size(loss: float) -> float:
+    """Return a number to compare: a loss that is not finite is larger than any other."""
+    return loss if math.isfinite(loss) else math.inf
 
 
-def _training(trainer: Trainer, config: Config, plan: RunPlan, begin: int, end: int) -> Iterator[int]:
+def _before(run: RunDirectory, plan: RunPlan, step: int) -> tuple[Trainer, TrainLoader, int]:
+    """Return trainer and loader as at the last checkpoint before `step` (from 1), and the steps done there."""
+    recorded = Recorded.of(run, step)
+    check_same_recipe(recorded, plan.config, step)
+    return *before(recorded, plan), recorded.begin
+
+
+def _training(trainer: Trainer, loader: TrainLoader, plan: RunPlan, begin: int, end: int) -> Iterator[int]:
     """Train the steps `begin` to `end`, counted from 0; yield the number of each when it is done."""
-    loader = build_loader(plan, start_step=begin)
     with Progress(f"training from step {begin}", total=end - begin, unit="steps") as progress:
         for index in range(begin, end):
-            trainer.step(index, learning_rate(config, index, plan.num_images), loader)
+            trainer.step(index, learning_rate(plan.config, index, plan.num_images), loader)
             progress.update(1)
             yield index
 
 
-def _restored(run: RunDirectory, config: Config, plan: RunPlan, step: int) -> tuple[Trainer, int]:
-    """Return a trainer in the state of the last checkpoint before `step` (from 1), and the steps done there."""
-    recorded = Recorded.of(run, step)
-    check_same_recipe(recorded, config, step)
-    if recorded.source is None:
-        start = Start(weights=first_weights(config.model, plan.class_names))
-    else:
-        start = Start(checkpoint=load_checkpoint(recorded.source))
-    trainer = restored_trainer(plan, start, evaluates=False)
-    start.release()
-    warm_up_trainer(trainer, config, plan.device, plan.num_threads)
-    return trainer, recorded.begin
-
-
-def _look_at(run: RunDirectory, config: Config, plan: RunPlan, step: int, count: int) -> list[Blamed]:
+def _look_at(run: RunDirectory, plan: RunPlan, step: int, count: int) -> list[Blamed]:
     """Return the images of `step` (from 1), largest loss first; those after the first `count` without pixels."""
-    trainer, begin = _restored(run, config, plan, step)
-    for _ in _training(trainer, config, plan, begin, step - 1):
+    trainer, loader, begin = _before(run, plan, step)
+    for _ in _training(trainer, loader, plan, begin, step - 1):
         pass
-    loader = build_loader(plan, start_step=step - 1)
     names = tuple(plan.class_names or map(str, range(plan.num_classes)))
     images: list[Blamed] = []
     for _ in range(trainer.num_micro_batches):
-        images += _passed(trainer, loader.next(), config, names)
-        images.sort(key=lambda one: (-one.loss, one.k, one.number))
+        images += _passed(trainer, loader.next(), plan.config, names)
+        images.sort(key=lambda one: (-_size(one.loss), one.k, one.number))
         images[count:] = [replace(one, pixels=np.zeros((0, 0, 3), np.uint8)) for one in images[count:]]
     if any(one.share is None for one in images):
         return images

@@ -8,7 +8,6 @@ command does it again, and each of them resumes.
 import argparse
 import ctypes
 import json
-import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from dali_train.errors import ConfigError, NoDatasetError
 from dali_train.files import ForeignFileError, read_json, write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import FINISHED, START_AGAIN, best_evaluation, decisive, read_status
-from dali_train.text import duration, printable
+from dali_train.text import duration, printable, shell_command
 
 _FRACTION = 0.2
 _AFTERWARDS_S = 45.0  # of --for, for mistakes and export, beside an evaluation
@@ -43,9 +42,6 @@ class Step:
 
     words: list[str]
     is_done: Callable[[], bool]
-
-    def describe(self) -> str:
-        return "dali-train " + " ".join(shlex.quote(printable(word)) for word in self.words)
 
 
 class Fit:
@@ -71,14 +67,14 @@ class Fit:
         self._begin()
         steps = list(self._steps())
         for number, step in enumerate(steps, 1):
-            head = f"[{number}/{len(steps)}] {step.describe()}"
-            if step.is_done():
-                print(f"{head}  (done before)")
+            is_done = step.is_done()
+            words = step.words if is_done else self._with_time_left(step.words)
+            print(f"[{number}/{len(steps)}] {_shown(words)}{'  (done before)' if is_done else ''}", flush=True)
+            if is_done:
                 continue
-            print(head, flush=True)
-            status = _run(self._with_time_left(step.words))
+            status = _run(words)
             if status != FINISHED:
-                return self._interrupted(status, step)
+                return self._interrupted(status, words)
         print(f"\n{self._summary()}")
         return FINISHED
 
@@ -87,6 +83,10 @@ class Fit:
         options = self._options
         if options.seconds is not None and options.seconds < _SHORTEST_S:
             raise ConfigError(f"--for is {duration(options.seconds)}: use at least {duration(_SHORTEST_S)}")
+        if options.validation_fraction is not None and _is_dataset(options.source):
+            raise ConfigError(
+                f"--validation-fraction with {options.source}: a dataset has its splits already, so leave it out"
+            )
         asked = {
             "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
             "--validation-fraction": options.validation_fraction,
@@ -156,13 +156,13 @@ class Fit:
         left_s = self._options.seconds - (time.time() - self._started) - min(_AFTERWARDS_S, self._options.seconds / 4)
         return [*words[:at], f"{max(1, round(left_s))}s", *words[at + 1 :]]
 
-    def _interrupted(self, status: int, step: Step) -> int:
+    def _interrupted(self, status: int, words: Sequence[str]) -> int:
         if status in (START_AGAIN, 128 + signal.SIGINT, 128 + signal.SIGTERM) or status < 0:
             print("stopped; the same `dali-train fit` goes on where it was", file=sys.stderr)
             return START_AGAIN if status < 0 else status
         print(
-            f"dali-train fit: `{step.describe()}` ended with status {status}, for the reason above; when it is mended, "
-            "the same `dali-train fit` goes on",
+            f"dali-train fit: `{_shown(words)}` ended with status {status}, for the reason above; when it is "
+            "mended, the same `dali-train fit` goes on",
             file=sys.stderr,
         )
         return status
@@ -186,7 +186,7 @@ class Fit:
             f"  dali-train {rest}"
             for rest in (f"predict {out} IMAGE...", f"export {out} --format onnx", f"prove {out}")
         ]
-        num_images = run.config.run.epochs and Manifest.read(run.config.data.root).splits["train"].num_records
+        num_images = Manifest.read(run.config.data.root).splits["train"].num_records
         if run.config.model.weights is None and num_images < _FEW_IMAGES:
             lines.append(
                 f"{num_images:,} images are few for a network that begins with random weights: --weights FILE, or "
@@ -194,6 +194,10 @@ class Fit:
                 "is far more accurate"
             )
         return "\n".join(lines)
+
+
+def _shown(words: Sequence[str]) -> str:
+    return printable(shell_command(["dali-train", *words]))
 
 
 def _is_dataset(source: str) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
-from dali_train.extras.init.pretrained import Pretrained, describe_weights
+from dali_train.extras.init.network import Pretrained, describe_weights
 from dali_train.extras.init.trial import measure
 from dali_train.files import temporary_directory, write_atomically
 from dali_train.runtime.object_store import is_remote

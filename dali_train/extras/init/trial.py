@@ -15,6 +15,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.files import temporary_directory
+from dali_train.runtime.stop import StopReason
 from dali_train.text import duration
 from dali_train.training.cost import seconds_per_image
 
@@ -66,6 +67,9 @@ def measure(config: Config, split: Split, seconds: float, num_processes: int | N
 
     Args:
         num_processes: as for `run`.
+
+    Raises:
+        KeyboardInterrupt: the trial was asked to stop, with Ctrl-C or SIGTERM.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     passes_s = seconds_per_image(config, split.num_classes, device, config.batch.micro_batch)
@@ -84,8 +88,11 @@ def measure(config: Config, split: Split, seconds: float, num_processes: int | N
                 "hooks.predictions": 0,
             }
         )
+        # Without its files: new processes would look for the config's, which is not written yet.
         with redirect_stdout(io.StringIO()):
-            run(shortened, num_processes=num_processes)
+            result = run(shortened.from_files({}), num_processes=num_processes)
+        if result.stopped != StopReason.NONE:
+            raise KeyboardInterrupt("stopped, and no config was written")
         return _times(RunDirectory(Path(shortened.run.dir)))
 
 

@@ -27,6 +27,7 @@ from dali_train.commands.evaluate import joined_and_watched
 from dali_train.commands.train import restored_trainer
 from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.errors import ConfigError
 from dali_train.extras.proof.prove import with_dataset
 from dali_train.files import temporary_directory
@@ -34,9 +35,10 @@ from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.runtime.status import Event
 from dali_train.text import plural, printable
-from dali_train.training.build import build_loader, prepare, warm_up_trainer
+from dali_train.training.build import RunPlan, build_loader, prepare, warm_up_trainer
 from dali_train.training.metrics import TrainingSums
 from dali_train.training.schedule import learning_rate
+from dali_train.training.trainer import Trainer
 
 LIMIT = 16.0
 """The largest accepted distance from the float64 result, in multiples of this machine's own; see docs/proving.md."""
@@ -174,14 +176,7 @@ def train_again(
 ) -> tuple[str, Replayed]:
     """Return the class of this machine, and the result of training the recorded steps again on all ranks."""
     plan = prepare(config, launch, device)
-    if recorded.source is None:
-        start = Start(weights=first_weights(config.model, plan.class_names))
-    else:
-        start = Start(checkpoint=load_checkpoint(recorded.source))
-    trainer = restored_trainer(plan, start, evaluates=False)
-    loader = build_loader(plan, start_step=recorded.begin)
-    start.release()
-    warm_up_trainer(trainer, config, device, plan.num_threads)
+    trainer, loader = before(recorded, plan)
     sums = {}
     # Where lines end, and where a start began in between: reading begins new means.
     reads = recorded.lines.keys() | {recorded.means_since[at] for at in recorded.lines}
@@ -199,6 +194,23 @@ def train_again(
         writer.wait()
         state = load_checkpoint(checkpoint_paths(directory)[-1]).state if launch.rank == 0 else {}
     return machine(plan), Replayed(state=state, sums=sums)
+
+
+def before(recorded: Recorded, plan: RunPlan) -> tuple[Trainer, TrainLoader]:
+    """Return trainer and loader as they were before the recorded steps.
+
+    Raises:
+        CheckpointError: the checkpoint before them is damaged.
+    """
+    if recorded.source is None:
+        start = Start(weights=first_weights(plan.config.model, plan.class_names))
+    else:
+        start = Start(checkpoint=load_checkpoint(recorded.source))
+    trainer = restored_trainer(plan, start, evaluates=False)
+    loader = build_loader(plan, start_step=recorded.begin)
+    start.release()
+    warm_up_trainer(trainer, plan.config, plan.device, plan.num_threads)
+    return trainer, loader
 
 
 def check_same_recipe(recorded: Recorded, config: Config, step: int) -> None:

@@ -13,9 +13,10 @@ import numpy as np
 
 from dali_train.checkpoint.fingerprint import parsed, samples_of
 from dali_train.config import Config
+from dali_train.config.check import as_typed
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.extras.report.runs import ReportedRun, differences
-from dali_train.text import printable, setting
+from dali_train.text import printable
 
 # The order matters: earlier differences explain later ones.
 _FIRST = ("positions", "images", "labels")
@@ -34,7 +35,7 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
         ConfigError, DatasetError: there is no such run, or its dataset is gone.
     """
     runs = ReportedRun(first), ReportedRun(second)
-    findings = [f"{name}: {' | '.join(map(setting, values))}" for name, values in differences(runs)]
+    findings = [f"{name}: {' | '.join(map(as_typed, values))}" for name, values in differences(runs)]
     print("settings")
     for finding in findings or ["the same"]:
         print(f"  {printable(finding)}")
