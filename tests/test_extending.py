@@ -121,7 +121,7 @@ def overridden() -> set[tuple[str, str]]:
             if not inspect.isclass(cls) or cls.__module__ != module_name:
                 continue
             theirs = [base for base in cls.__mro__[1:] if base.__module__.startswith(("torch.", "timm.", "nvidia."))]
-            names = {name for name, value in vars(cls).items() if re.match("_[a-z]", name) and callable(value)}
+            names = {name for name, value in vars(cls).items() if re.match("_[a-z]", name) and inspect.isroutine(value)}
             found |= {(name, module_name) for name in names if any(name in vars(base) for base in theirs)}
     return found
 

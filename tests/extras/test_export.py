@@ -486,7 +486,7 @@ def test_diff_names_the_first_draw_that_differs(
     flips = make_run(("num_threads=1", "num_threads=1, horizontal_flip=1.0"))
     status, output = diff_of(capsys, finished, flips)
     assert status == 1
-    assert "data.horizontal_flip: 0.5 | 1.0" in output
+    assert "data.horizontal_flip: 0.5 | 1\n" in output
     assert re.search(
         r"first difference: step 0, micro-batch 0, position \d \(image (\d+) \| \1\), flips: 0 \| 1", output
     ), output
