@@ -32,9 +32,9 @@ IN_PLACE = "dali_train.extras.index_in_place"
 if TYPE_CHECKING:
     from dali_train.data.convert.datasets import InPlace
     from dali_train.data.convert.image import EncodingOptions
-    from dali_train.data.convert.listing import Within
     from dali_train.data.convert.sources import Sources
     from dali_train.data.dataset.build_index import Fetch
+    from dali_train.extras.formats.listing import Within
 
 
 def add_data_command(commands: Any) -> None:

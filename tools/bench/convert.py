@@ -35,8 +35,8 @@ from PIL import Image
 from dali_train.commands.boundary import run_command
 from dali_train.data.convert.conversion import Conversion, convert
 from dali_train.data.convert.image import EncodingOptions
-from dali_train.data.convert.imagenet import imagenet
 from dali_train.data.dataset.image_file import is_jpeg
+from dali_train.extras.formats.imagenet import imagenet
 from tools.bench.turns import Spread, describe_machine, parser_of
 
 Measurement = Callable[[Path], object]  # takes an empty directory

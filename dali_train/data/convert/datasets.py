@@ -143,8 +143,9 @@ def _listed_by(row: str) -> Callable[..., "Sources"]:
     return lambda *arguments: load_row(row, "data")(*arguments)
 
 
-def _small(name: str, *arguments: Any, **options: Any) -> "Sources":
-    sources: Sources = load_row(f"dali_train.extras.formats.small:{name}", name)(*arguments, **options)
+def _in_extras(row: str, *arguments: Any, **options: Any) -> "Sources":
+    """Call the function that `row` names, in a module of extras/formats."""
+    sources: Sources = load_row(f"dali_train.extras.formats.{row}", "data convert")(*arguments, **options)
     return sources
 
 
@@ -152,7 +153,7 @@ def _small(name: str, *arguments: Any, **options: Any) -> "Sources":
 DATASETS: dict[str, Converter] = {
     "imagenet": Converter(
         help="ImageNet (ILSVRC 2012) from the official archives, without unpacking them.",
-        load=lambda o: _in("imagenet").imagenet(o.train_archive, o.validation_archive, o.devkit),
+        load=lambda o: _in_extras("imagenet:imagenet", o.train_archive, o.validation_archive, o.devkit),
         arguments={
             "--train-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_train.tar"},
             "--validation-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_val.tar; needs --devkit"},
@@ -168,7 +169,9 @@ DATASETS: dict[str, Converter] = {
     ),
     "imagenet21k": Converter(
         help="ImageNet-21k (winter 2021): a tar per synset, in a directory or in one tar, read in place.",
-        load=lambda o: _in("imagenet").imagenet21k(o.source, validation_fraction=o.validation_fraction, seed=o.seed),
+        load=lambda o: _in_extras(
+            "imagenet:imagenet21k", o.source, validation_fraction=o.validation_fraction, seed=o.seed
+        ),
         arguments={
             "--source": {**_SHARDS["--source"], "help": "a directory with n*.tar, or a tar of them"},
             **_HELD_OUT,
@@ -241,7 +244,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "cifar10": Converter(
         help="CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",
-        load=lambda o: _small("cifar10", o.source),
+        load=lambda o: _in_extras("small:cifar10", o.source),
         arguments=SOURCE,
         download=Download(
             address="https://www.cs.toronto.edu/~kriz/",
@@ -251,7 +254,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "mnist": Converter(
         help="MNIST: the directory of the official idx files, gzipped or not.",
-        load=lambda o: _small("mnist", o.source),
+        load=lambda o: _in_extras("small:mnist", o.source),
         arguments=SOURCE,
         download=Download(
             address="https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -266,7 +269,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "fashion-mnist": Converter(
         help="Fashion-MNIST: the directory of the official idx files, gzipped or not; they are called as MNIST's are.",
-        load=lambda o: _small("fashion_mnist", o.source),
+        load=lambda o: _in_extras("small:fashion_mnist", o.source),
         arguments=SOURCE,
         download=Download(
             address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
@@ -282,7 +285,7 @@ DATASETS: dict[str, Converter] = {
         help="scikit-learn's 1,797 handwritten digits, enlarged to 32 x 32 pixels. The last fifth of the file, which "
         "is ordered by writer, is the validation split: digits of writers that training never sees, a harder test than "
         "a random split.",
-        load=lambda _: _small("digits"),
+        load=lambda _: _in_extras("small:digits"),
     ),
 }
 

@@ -1,1 +1,1 @@
-"""More datasets that can be converted: WebDataset, Parquet, MDS, and small published sets."""
+"""More that can be converted: ImageNet's archives, WebDataset, Parquet, MDS, tables, and small published sets."""

@@ -25,7 +25,11 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
-from dali_train.data.convert.listing import (
+from dali_train.data.convert.sources import Archive, Image, SourceError, Sources, printable
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.passed_over import PassedOver
+from dali_train.errors import ConfigError
+from dali_train.extras.formats.listing import (
     Listed,
     PackedBlocks,
     Within,
@@ -36,10 +40,6 @@ from dali_train.data.convert.listing import (
     sources_of,
     where_it_lies,
 )
-from dali_train.data.convert.sources import Archive, Image, SourceError, Sources, printable
-from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
-from dali_train.data.dataset.passed_over import PassedOver
-from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json
 from dali_train.text import plural
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from dali_train.data.convert.listing import Within, find_column, where_it_lies
 from dali_train.data.convert.sources import Directory, Image, ImageFiles, Images, SourceError, Sources, hold_out
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import (
@@ -26,6 +25,7 @@ from dali_train.data.dataset.manifest import (
     splits_of_words,
 )
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
+from dali_train.extras.formats.listing import Within, find_column, where_it_lies
 
 _FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image", "image_path", "image_id", "id")
 _LABEL_COLUMNS = ("label", "class", "class_name", "category", "target", "breed", "species")

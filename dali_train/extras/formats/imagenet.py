@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dali_train.data.convert.listing import Listed, list_splits, open_plain
 from dali_train.data.convert.sources import (
     Archive,
     Directory,
@@ -27,6 +26,7 @@ from dali_train.data.convert.sources import (
 )
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.passed_over import PassedOver
+from dali_train.extras.formats.listing import Listed, list_splits, open_plain
 
 _SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")
 _SYNSET_IMAGE = re.compile(r"(n\d{8})_[^/]+\.JPEG$", re.IGNORECASE)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.data.convert.imagenet import imagenet
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
+from dali_train.extras.formats.imagenet import imagenet
 from tests.convert.files import (
     SYNSETS,
     convert,
