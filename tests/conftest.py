@@ -24,9 +24,9 @@ with importing_torch():
 
     from dali_train.checkpoint.format import load_newest
     from dali_train.config import Config, load_config
-    from dali_train.data.dataset.build_index import build_index
     from dali_train.data.dataset.tfrecord import write_records
     from dali_train.extras import local_launch
+    from dali_train.extras.indexing.foreign_shards import build_index
 
 from tests.ranks import POOL, Ranks, command, in_environment
 from tests.s3_server import S3Server

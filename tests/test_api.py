@@ -12,10 +12,10 @@ from PIL import Image
 import dali_train
 from dali_train.checkpoint.format import CheckpointError, load_newest
 from dali_train.cli import main
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import TINY_CONFIG, jpeg, photograph, write_shard
 from tests.helpers import events
 

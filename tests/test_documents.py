@@ -12,7 +12,7 @@ import torch
 
 from dali_train.cli import main
 from dali_train.config import load_config
-from dali_train.data.dataset.build_index import build_index
+from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import REPOSITORY, Train, jpeg, photograph, write_shard
 from tests.s3_server import S3Server
 

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from crc32c import crc32c
 
 from dali_train.config import Config
-from dali_train.data.dataset.build_index import map_shards
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, checksums_path, index_path, text_index_path
 from dali_train.data.dataset.storage import DatasetRoot
+from dali_train.data.dataset.write_index import map_shards
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, UserError
 from dali_train.files import NO_SPACE, TIME_STEPS_NS, open_lock, private_directory, remove_written, try_lock

@@ -27,10 +27,10 @@ from dali_train.checkpoint.run_directory import checkpoint_paths, resolve_checkp
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.trained_model import load_trained
 from dali_train.config import load_config
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError, DatasetError
+from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.runtime.status import newest_step, read_status
 from tests.conftest import Train, jpeg, photograph, write_shard
 from tests.helpers import LONG, events, in_ranks

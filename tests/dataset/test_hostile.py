@@ -19,12 +19,12 @@ from PIL import Image
 
 from dali_train.data.convert.sources import SourceError, Sources
 from dali_train.data.convert.trees import folders
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
+from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.extras.pictures.sheets import picture
 from tests.conftest import encoded, photograph, write_shard
 from tests.convert.files import EPS, convert, files_of, small_photograph, tool, write_folder
@@ -170,7 +170,7 @@ def test_an_index_with_a_damaged_header(indexed: Path, header: bytes) -> None:
 
 def test_an_indexing_that_was_killed_leaves_no_mixture(indexed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The labels of one split by the new base, those of the other by the old: it must not be a dataset."""
-    from dali_train.data.dataset import build_index as room
+    from dali_train.data.dataset import write_index as room
 
     write_shard(indexed / "validation" / "b", [(small_photograph(seed), 1 + seed % 3) for seed in range(4)])
     build_index(indexed)

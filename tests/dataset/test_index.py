@@ -11,11 +11,11 @@ import pytest
 from tfrecord import writer
 
 from dali_train.data.convert.datasets import DATASETS, advice
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError, NoDatasetError
+from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import encoded, photograph, write_shard
 from tests.convert.files import files_of, small_photograph
 from tests.ranks import FORK

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 
 from dali_train.config import Config, load_config
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError, DatasetError
+from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import TINY_CONFIG, Train, encoded, jpeg, photograph, write_shard
 from tests.helpers import events, first_batches
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dali_train.config import load_config
-from dali_train.data.dataset.build_index import build_index
 from dali_train.extras.doctor import examine as doctor
 from dali_train.extras.doctor.findings import Finding, table
 from dali_train.extras.doctor.surroundings import home, nccl_interfaces, network, temporary_files
+from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.runtime.launch import LaunchOptions, discover
 from tests.conftest import Train, encoded, jpeg, photograph, run_in_pool, write_shard
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.errors import ConfigError, DatasetError
+from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.extras.local_copy import make_copy
 from tests.conftest import Train
 from tests.ranks import FORK

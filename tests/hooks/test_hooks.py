@@ -25,9 +25,9 @@ from PIL import Image
 from dali_train.checkpoint.run_directory import checkpoint_paths
 from dali_train.cli import main
 from dali_train.config import Config, load_config
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
+from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.hooks import Hook, RunPlan
 from dali_train.hooks.console import Console, RunLogs, fitting
 from dali_train.hooks.hook_list import HookList, make_hooks

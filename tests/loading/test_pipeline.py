@@ -16,10 +16,10 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from dali_train.config import Config, MixupConfig, load_config
-from dali_train.data.dataset.build_index import build_index, write_array
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import index_path
 from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.write_index import write_array
 from dali_train.data.loading import dali
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.dali import PREFETCH
@@ -27,6 +27,7 @@ from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, EvaluationPipeline
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import DatasetError
+from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import TINY_CONFIG, encoded, jpeg, photograph, write_shard
 from tests.helpers import first_batches, loader_of
 

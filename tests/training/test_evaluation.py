@@ -14,13 +14,13 @@ from torch import nn
 
 from dali_train.cli import main
 from dali_train.config import load_config
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split, read_labels
 from dali_train.data.dataset.storage import open_shards
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError, DatasetError
+from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.parallel.layout import Layout
 from dali_train.training.metrics import Evaluator
 from dali_train.training.precision import Precision

@@ -68,12 +68,12 @@ from dali_train.config import (  # noqa: E402
 )
 from dali_train.config.check import from_json  # noqa: E402
 from dali_train.data.convert.sources import Archive, SourceError  # noqa: E402
-from dali_train.data.dataset.build_index import index_shard  # noqa: E402
 from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.index import Split  # noqa: E402
 from dali_train.data.dataset.manifest import Manifest, SplitName  # noqa: E402
 from dali_train.data.dataset.storage import MappedFiles  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
+from dali_train.data.dataset.write_index import index_shard  # noqa: E402
 from dali_train.errors import ConfigError, UserError  # noqa: E402
 from dali_train.extras.mirror import parse_claim  # noqa: E402
 from dali_train.runtime.lock import FILE, RunLock, find_holder  # noqa: E402

@@ -26,9 +26,9 @@ from crc32c import crc32c
 from PIL import Image
 
 from dali_train.checkpoint.format import load_newest
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.tfrecord import write_records
+from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.runtime.status import METRICS, read_events
 
 NUM_IMAGES = 50

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.manifest import Manifest, SplitName
 from dali_train.data.dataset.tfrecord import write_records
+from dali_train.extras.indexing.foreign_shards import build_index
 
 
 def generated_jpeg(seed: int) -> bytes:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dali_train.data.dataset.build_index import IndexedShard, index_shard, write_index
 from dali_train.data.dataset.manifest import SplitName
+from dali_train.data.dataset.write_index import IndexedShard, index_shard, write_index
 from tools.bench.generated import write_shard
 from tools.bench.turns import Spread, describe_machine, parser_of, write_lines
 

@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.shards import LABEL_BASE, SPOILT_NOTE, BadImage, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import Images
-from dali_train.data.dataset.build_index import map_shards, write_index
 from dali_train.data.dataset.index import map_file
 from dali_train.data.dataset.manifest import CLASS_NAMES, SPLITS, Manifest, SplitName, cache_directory
-from dali_train.data.dataset.verify import verify
+from dali_train.data.dataset.verify import verify_shards
+from dali_train.data.dataset.write_index import map_shards, write_index
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError, RunError
@@ -263,7 +263,7 @@ def _upload_or_verify(conversion: Conversion) -> list[str]:
         conversion.upload.complete()
         return []
     out = conversion.out
-    findings = verify(out, parse=False, workers=conversion.workers)
+    findings = verify_shards(out, workers=conversion.workers)
     if findings.problems:
         # Nothing trains on it then, and the next start compares each shard with its checksum.
         (out / "dataset.json").unlink()

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare, reencode
 from dali_train.data.convert.sources import Images
-from dali_train.data.dataset.build_index import IndexedShard
 from dali_train.data.dataset.image_file import BATCH_PIXELS, BadImageError, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.dataset.manifest import Encoding, Shard
 from dali_train.data.dataset.tfrecord import Buffer, encode_example, frame_record
+from dali_train.data.dataset.write_index import IndexedShard
 from dali_train.data.progress import Progress
 
 LABEL_BASE = 1  # as in the usual ImageNet TFRecords (labels 1 to 1000)

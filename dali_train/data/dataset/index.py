@@ -1,7 +1,7 @@
 """A dataset on disk: ``dataset.json`` and the columnar index.
 
 One row of the index describes one image: its shard, the byte range of the encoded image, its label and its size in
-pixels. With it a slice of a memory map is the JPEG, and training parses nothing. `build_index` makes the index.
+pixels. With it a slice of a memory map is the JPEG, and training parses nothing. `write_index` makes the index.
 """
 
 import mmap

@@ -23,7 +23,6 @@ from dali_train.checkpoint.run_directory import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, as_png, upright
-from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.image_file import (
     IMAGE_SUFFIXES,
     BadImageError,
@@ -37,6 +36,7 @@ from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError
+from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.extras.pictures.predictions import file_names, write_table
 from dali_train.extras.pictures.sheets import contact_sheet
 from dali_train.files import read_limited, temporary_directory

@@ -17,7 +17,7 @@ from dali_train.data.convert import conversion, shards
 from dali_train.data.convert.conversion import Conversion
 from dali_train.data.convert.image import EncodingOptions, StoredImage
 from dali_train.data.convert.sources import Image, Images
-from dali_train.data.dataset import build_index, storage
+from dali_train.data.dataset import storage, write_index
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.dataset.manifest import Shard, SplitManifest, SplitName
 from dali_train.data.dataset.storage import RangedImages
@@ -63,13 +63,13 @@ class Converted(Protocol):
     nothing fails any more, the same commands finish.
     """
 
-    modules = (conversion, shards, build_index)
+    modules = (conversion, shards, write_index)
     replaced: ClassVar[dict[str, Any]] = {
         "ThreadPoolExecutor": Executor,
         "wait": wait,
         "Progress": Quiet,
         "map_file": Path.read_bytes,  # nothing is mapped here
-        "verify": lambda *_, **__: SimpleNamespace(problems=[], summary=list),  # the history compares every byte
+        "verify_shards": lambda *_, **__: SimpleNamespace(problems=[], summary=list),  # the history compares every byte
         "_return_freed_memory": lambda: None,
     }
     rates = dict(switch=0.1, delay=0.002, freeze=0.002, kill=0.006, power=0.003, full=0.002, error=0.003)

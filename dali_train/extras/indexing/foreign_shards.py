@@ -1,181 +1,45 @@
-"""Building the index of a dataset once: by the converter, or by ``dali-train data index`` for existing TFRecords.
+"""Indexing TFRecords that others have written: ``dali-train data index``.
 
 A walk over every shard locates the images and checks labels, framing and image headers, so that training need not.
 Shards are found in the layouts in use and linked into ours. Those in an object store are fetched one by one, read and
 discarded.
 """
 
-import io
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from crc32c import crc32c
-from numpy.typing import NDArray
 
-from dali_train.data.dataset.image_file import BadImageError, check_size, image_size
-from dali_train.data.dataset.index import INDEX_DTYPE, map_array, map_file
+from dali_train.data.dataset.index import map_array
 from dali_train.data.dataset.manifest import (
-    IMAGE_KEY,
-    LABEL_KEY,
     MAX_CLASSES,
     SPLITS,
-    Encoding,
     Manifest,
-    Shard,
-    SplitManifest,
     SplitName,
     check_name,
-    checksums_path,
     index_path,
     split_of_folder,
-    text_index_path,
 )
 from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_missing, warn_passed_over
-from dali_train.data.dataset.tfrecord import Feature, RecordSpan, TFRecordError, parse_example, walk_records
+from dali_train.data.dataset.tfrecord import TFRecordError
+from dali_train.data.dataset.write_index import (
+    DEFAULT_FEATURES,
+    Features,
+    IndexedShard,
+    common_encoding,
+    index_shard,
+    map_shards,
+    write_index,
+)
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, NoDatasetError, RunError
-from dali_train.files import NO_SYMLINKS, temporary_directory, write_atomically
+from dali_train.files import NO_SYMLINKS, temporary_directory
 from dali_train.runtime.object_store import Bucket, MissingObjectError, StoredObject
-
-S = TypeVar("S")
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Features:
-    """The names of the features that hold a record's image and its label."""
-
-    image: str = IMAGE_KEY
-    label: str = LABEL_KEY
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "Features":
-        return cls(image=manifest.image_key, label=manifest.label_key)
-
-
-DEFAULT_FEATURES = Features()
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexedShard:
-    """The index of one shard. `labels` are those in the file; `rows["label"]` is filled in later."""
-
-    shard: Shard
-    rows: NDArray[np.void]  # INDEX_DTYPE, (N,)
-    labels: NDArray[np.int64]  # (N,)
-    synsets: dict[int, str]  # label as in the file -> image/class/synset
-    checksums: NDArray[np.uint32] | None  # CRC32C of each image's bytes, (N,); None: they were not read
-    record_offsets: NDArray[np.uint64]  # (N + 1,): where each record begins, framing included, and the file's end
-    encoding: Encoding
-
-
-def text_index(record_offsets: NDArray[np.uint64]) -> bytes:
-    """Return DALI's text index, see `text_index_path`, of a shard with `IndexedShard.record_offsets`."""
-    starts, sizes = record_offsets[:-1].tolist(), np.diff(record_offsets).tolist()
-    return "".join(f"{start} {size}\n" for start, size in zip(starts, sizes, strict=True)).encode()
-
-
-def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEATURES) -> IndexedShard:
-    """Walk one TFRecord file and locate its images. Sizes come from each image's own header, not from features;
-    only raw pixels (image/format "RAW") have none, and their features must fit their number of bytes.
-
-    Raises:
-        TFRecordError: anything in the file that is not a complete, labelled image, with its location.
-    """
-    rows, labels, checksums, offsets = [], [], [], []
-    synsets: dict[int, str] = {}
-    encodings: set[Encoding] = set()
-    content = memoryview(map_file(path))
-    for record in walk_records(content, path, check_payload=check_crc):
-        row, label, synset, encoding = index_record(content, record, path, features)
-        rows.append(row)
-        labels.append(label)
-        if check_crc:
-            start, size = row[:2]
-            checksums.append(crc32c(content[start : start + size]))
-        offsets.append(record.header)
-        encodings.add(encoding)
-        if len(encodings) > 1:
-            raise TFRecordError(
-                path, record.header, "the file mixes images with raw pixels (image/format RAW): keep one kind"
-            )
-        if synset is not None and synsets.setdefault(label, synset) != synset:
-            raise TFRecordError(
-                path, record.header, f"label {label} belongs to {synsets[label]} before and to {synset} here"
-            )
-    if not rows:
-        raise TFRecordError(path, 0, "no record: the file is empty; delete it if it does not belong to the dataset")
-    return IndexedShard(
-        shard=Shard(
-            name=path.name,
-            num_records=len(rows),
-            num_bytes=len(content),
-            crc32c=f"{crc32c(content):08x}" if check_crc else None,
-        ),
-        rows=np.array(rows, dtype=INDEX_DTYPE),
-        labels=np.array(labels, dtype=np.int64),
-        synsets=synsets,
-        checksums=np.array(checksums, dtype=np.uint32) if check_crc else None,
-        record_offsets=np.array([*offsets, len(content)], dtype=np.uint64),
-        encoding=encoding,
-    )
-
-
-def index_record(
-    content: memoryview, record: RecordSpan, path: Path, names: Features = DEFAULT_FEATURES
-) -> tuple[tuple[int, ...], int, str | None, Encoding]:
-    """Return the record's row of the index, still without shard and class, its label, its synset and its encoding.
-
-    Raises:
-        TFRecordError: not a complete, labelled image that training can decode, as far as its header shows.
-    """
-    features = parse_example(content, record, path)
-    ((start, end),) = _single(features, names.image, "bytes", path, record).spans
-    (label,) = _single(features, names.label, "int64", path, record).integers
-    encoding: Encoding = "raw" if _text(content, features.get("image/format")) == "RAW" else "image"
-    try:
-        if encoding == "raw":
-            (height,) = _single(features, "image/height", "int64", path, record).integers
-            (width,) = _single(features, "image/width", "int64", path, record).integers
-            check_size(height, width)
-            expected = height * width * 3
-            if end - start != expected:
-                raise BadImageError(f"has {end - start} bytes, {height} x {width} RGB pixels have {expected}")
-        else:
-            height, width = image_size(content[start:end])
-    except BadImageError as error:
-        raise TFRecordError(path, record.header, f"{names.image} {error}") from error
-    synset = _text(content, features.get("image/class/synset")) or None
-    return (start, end - start, 0, 0, height, width), label, synset, encoding
-
-
-def _text(content: memoryview, feature: Feature | None) -> str | None:
-    """Return the feature's single string, None if it is another thing."""
-    if feature is None or len(feature.spans) != 1:
-        return None
-    return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
-
-
-def _single(features: dict[str, Feature], name: str, kind: str, path: Path, record: RecordSpan) -> Feature:
-    feature = features.get(name)
-    if feature is None:
-        raise TFRecordError(
-            path, record.header, f"feature {name} is missing; the record has {', '.join(sorted(features)) or 'none'}"
-        )
-    if feature.kind != kind:
-        raise TFRecordError(path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}")
-    count = len(feature.spans) + len(feature.integers)
-    if count != 1:
-        raise TFRecordError(path, record.header, f"feature {name} has {count} values, expected 1")
-    return feature
 
 
 def build_index(
@@ -228,7 +92,7 @@ def build_index(
         for path, part in zip(shards[split], parts, strict=True):
             _number_classes(path, part, label_base=label_base, num_classes=num_classes)
     names = _class_names(indexed, label_base=label_base, num_classes=num_classes)
-    _common_encoding(root, indexed)  # before anything is written
+    common_encoding(root, indexed)  # before anything is written
     link_shards(out, shards)
     conversion = _conversion_of(out, indexed) or _conversion_of(root, indexed)
     return write_index(out, indexed, label_base=label_base, class_names=names, conversion=conversion, features=features)
@@ -251,66 +115,6 @@ def _conversion_of(root: Path, indexed: Mapping[SplitName, Sequence[IndexedShard
     return earlier.conversion if same else {}
 
 
-def write_index(
-    root: Path,
-    indexed: dict[SplitName, list[IndexedShard]],
-    *,
-    label_base: int,
-    class_names: Sequence[str],
-    conversion: dict[str, Any] | None = None,
-    features: Features = DEFAULT_FEATURES,
-) -> Manifest:
-    """Write the files of `build_index`, for shards whose ``rows["label"]`` are filled in.
-
-    ``dataset.json`` is removed first and written last, with the checksums of the indexes, so a kill in between leaves
-    no dataset instead of a mixture of two.
-
-    Args:
-        conversion: what ``dataset.json`` keeps about how the records were made.
-
-    Raises:
-        DatasetError: some shards hold images and others raw pixels.
-    """
-    encoding = _common_encoding(root, indexed)
-    (root / "dataset.json").unlink(missing_ok=True)
-    splits: dict[str, SplitManifest] = {}
-    for split, parts in indexed.items():
-        for number, part in enumerate(parts):
-            part.rows["shard"] = number
-            write_atomically(text_index_path(root, split, part.shard.name), text_index(part.record_offsets))
-        known = [part.checksums for part in parts if part.checksums is not None]
-        if len(known) < len(parts):
-            checksums_path(root, split).unlink(missing_ok=True)
-        splits[split] = SplitManifest(
-            num_records=sum(part.shard.num_records for part in parts),
-            shards=tuple(part.shard for part in parts),
-            index_crc32c=write_array(index_path(root, split), np.concatenate([part.rows for part in parts])),
-            image_checksums_crc32c=write_array(checksums_path(root, split), np.concatenate(known))
-            if len(known) == len(parts)
-            else None,
-        )
-    manifest = Manifest(
-        num_classes=len(class_names),
-        class_names=tuple(class_names),
-        label_base=label_base,
-        splits=splits,
-        conversion=conversion or {},
-        encoding=encoding,
-        image_key=features.image,
-        label_key=features.label,
-    )
-    manifest.write(root)
-    return manifest
-
-
-def write_array(path: Path, array: NDArray[Any]) -> str:
-    """Write an array as ``.npy``. Return the file's CRC32C, eight hex digits."""
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    write_atomically(path, buffer.getvalue())
-    return f"{crc32c(buffer.getbuffer()):08x}"
-
-
 def unused_classes(root: Path) -> list[int]:
     """Return the numbers of the classes without images in any split."""
     manifest = Manifest.read(root)
@@ -318,15 +122,6 @@ def unused_classes(root: Path) -> list[int]:
     for split in manifest.splits:
         used[map_array(index_path(root, split))["label"]] = True
     return np.flatnonzero(~used).tolist()
-
-
-def _common_encoding(root: Path, indexed: dict[SplitName, list[IndexedShard]]) -> Encoding:
-    encodings = {part.encoding: part.shard.name for parts in indexed.values() for part in parts}
-    if len(encodings) > 1:
-        raise DatasetError(
-            f"{root}: {encodings['raw']} holds raw pixels and {encodings['image']} images: make two datasets of them"
-        )
-    return next(iter(encodings))
 
 
 def _index_all(
@@ -343,16 +138,6 @@ def _index_all(
             if progress is not None:
                 progress.update(part.shard.num_bytes)
     return indexed
-
-
-def map_shards(shards: Sequence[S], work: Callable[[S], T], *, workers: int) -> Iterator[T]:
-    """Yield the result of `work` for each of `shards`, in order. An error is raised in its turn; after that
-    no other shard is begun.
-
-    Threads are enough: reading and checksums release the GIL, and the rest takes 30 us per record.
-    """
-    with ThreadPoolExecutor(max(1, min(workers, len(shards)))) as pool:
-        yield from pool.map(work, shards)
 
 
 def _count_classes(

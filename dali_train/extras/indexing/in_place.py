@@ -31,7 +31,6 @@ from dali_train.data.convert.conversion import (
 from dali_train.data.convert.image import RawImage, orientation_of
 from dali_train.data.convert.shards import SPOILT_NOTE, BadImage, partial_path
 from dali_train.data.convert.sources import Image, Images, SourceError, Sources, read_range
-from dali_train.data.dataset.build_index import map_shards, objects_as_files, upload_index, write_array
 from dali_train.data.dataset.files_in_place import make_table
 from dali_train.data.dataset.image_file import (
     IMAGE_FORMATS,
@@ -55,9 +54,11 @@ from dali_train.data.dataset.manifest import (
     index_path,
 )
 from dali_train.data.dataset.passed_over import PassedOver
+from dali_train.data.dataset.write_index import map_shards, write_array
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
 from dali_train.extras.formats.listing import ListFile, Within, where_it_lies
+from dali_train.extras.indexing.foreign_shards import objects_as_files, upload_index
 from dali_train.runtime.object_store import Bucket, StoredObject
 from dali_train.text import plural, printable
 

@@ -24,7 +24,7 @@ from dali_train.data.dataset.manifest import Manifest, fetched_metadata
 from dali_train.data.dataset.storage import open_shards
 from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import DatasetError
-from dali_train.extras import index_in_place
+from dali_train.extras.indexing import in_place as index_in_place
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket
 from tests.conftest import REPOSITORY, StartTraining, Train, encoded, photograph

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dali_train.data.dataset import build_index
+from dali_train.data.dataset import write_index
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.dataset.tfrecord import Feature, RecordSpan, parse_example
+from dali_train.extras.indexing.foreign_shards import build_index
 from tests.convert.files import convert, small_photograph, tool, write_folder
 
 
@@ -122,8 +123,8 @@ def test_another_reader_is_asked(
         (label,) = features["image/class/label"].integers
         return features | {"image/class/label": Feature("int64", integers=(label % 3 + 1,))}
 
-    monkeypatch.setattr(build_index, "parse_example", faulty)
-    build_index.build_index(dataset)
+    monkeypatch.setattr(write_index, "parse_example", faulty)
+    build_index(dataset)
     for options in ((), ("--sample", "5")):
         status, printed = check(*options)
         assert status == 1 and set(re.findall("fault: (.*): record", printed)) >= {
