@@ -2,7 +2,6 @@
 
 import functools
 import io
-import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -30,9 +29,6 @@ with importing_torch():
 
 from tests.ranks import POOL, Ranks, command, in_environment
 from tests.s3_server import S3Server
-
-# torch's checkpoints log every tensor, which would fill the report of a failing test.
-logging.disable(logging.DEBUG)
 
 REPOSITORY = Path(__file__).parent.parent
 
