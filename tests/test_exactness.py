@@ -85,6 +85,19 @@ def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tm
     assert max(differences[name] for name in running) < FLOAT64_BOUND
 
 
+# In which elements of a tensor gradient and update agree in sign decides the step of all of them. Without the keys'
+# biases, whose gradients are rounding and nothing else, that is the same on any number of ranks.
+SIGNS_COUNT = Compared((*REGULARISED, "--optimizer.name", "clamb", "--model.kwargs.qkv_bias", "false"), 3)
+
+
+def test_a_cautious_optimizer_is_exact_where_every_weight_has_a_gradient(train: Train, tmp_path: Path) -> None:
+    options, ranks, _, _, bound = SIGNS_COUNT
+    train("one", *options, *THREE_STEPS)
+    train("several", *options, *THREE_STEPS, ranks=ranks)
+    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    assert bound is not None and state_difference(tmp_path / "one", tmp_path / "several") < bound
+
+
 def test_accumulation_equals_one_big_batch(train: Train, tmp_path: Path) -> None:
     # Mixup pairs images within a micro-batch and dropout is drawn for one, so both are off here.
     plain = ("--mixup.alpha", "0", *THREE_STEPS)

@@ -30,6 +30,7 @@ COMPARED = [
     test_exactness.IN_BF16,
     test_exactness.KILLED,
     test_exactness.IN_BLOCK_ORDER,
+    test_exactness.SIGNS_COUNT,
     test_exactness.BATCH_NORM_ALONE,
     test_loader.VIEWS_ON_SEVERAL,
     *test_exactness.BATCH_NORM_ON_SEVERAL.values(),

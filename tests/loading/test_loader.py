@@ -4,7 +4,6 @@ import gc
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -325,36 +323,45 @@ def test_a_dropped_loader_leaves_nothing(dataset: Path) -> None:
     assert memory[-1] - memory[2] < 150_000_000, "each has some 40 MB of batches"
 
 
-def test_interrupted_from_outside(dataset: Path) -> None:
-    """A notebook's interrupt anywhere in the loop loses and repeats nothing."""
-    loader = TrainLoader(dataset, batch_size=2, image_size=64, augment="rand-m9-mstd0.5-inc1", **ALONE)
-    seen: list[int] = []
-    is_looping = False
+INTERRUPTED = """
+import os, signal, sys, threading
+from dali_train import TrainLoader
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_looping:  # later it would end the process that runs the tests
-            raise KeyboardInterrupt
+loader = TrainLoader(sys.argv[1], batch_size=2, image_size=64, augment="rand-m9-mstd0.5-inc1", dp_rank=0, dp_size=1,
+                     device="cpu", num_threads=2)
+seen, is_looping, num_interrupts = [], False, 0
 
-    handler = signal.signal(signal.SIGINT, interrupt)
+def interrupt(number, frame):
+    if is_looping:  # later it would end the process
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
+while loader.epoch < 3:
+    before = loader.step
+    delay = 0.02 + num_interrupts * 0.037 % 0.3  # also while a pipeline is being built
+    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
     try:
-        while loader.epoch < 3:
-            before = loader.step
-            timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            try:
-                is_looping = True
-                for _ in loader:
-                    assert loader.micro_batch is not None and loader.micro_batch.step == loader.step - 1
-                    seen.append(loader.micro_batch.step)
-            except KeyboardInterrupt:
-                pass
-            is_looping = False
-            timer.cancel()
-            timer.join()
-            seen += [step for step in range(before, loader.step) if step not in seen]  # handed over as the signal came
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert seen == list(range(75))
+        is_looping = True
+        for _ in loader:
+            assert loader.micro_batch.step == loader.step - 1
+            seen.append(loader.micro_batch.step)
+    except KeyboardInterrupt:
+        num_interrupts += 1
+    is_looping = False
+    timer.cancel()
+    timer.join()
+    seen += [step for step in range(before, loader.step) if step not in seen]  # handed over as the signal came
+assert seen == list(range(75)), seen
+assert num_interrupts > 0
+"""
+
+
+def test_interrupted_from_outside(dataset: Path) -> None:
+    """A notebook's interrupt anywhere in the loop loses and repeats nothing, and the process ends."""
+    command = [sys.executable, "-c", INTERRUPTED, str(dataset)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def _in_a_group(rank: int, dataset: str) -> None:

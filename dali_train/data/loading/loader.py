@@ -10,7 +10,8 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -52,6 +53,23 @@ from dali_train.errors import RunError
 DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
 AnyPipeline = TypeVar("AnyPipeline", TrainingPipeline, EvaluationPipeline)
 Targets = Literal["classes", "pairs"]
+
+
+def uninterrupted(build: Callable[[], AnyPipeline]) -> AnyPipeline:
+    """Return the pipeline that `build` returns, which a thread of its own calls.
+
+    An interrupt (Ctrl-C, a notebook's stop) is raised in the main thread, that is here, once the pipeline is complete
+    and closed again. In the middle of `build` it would leave the threads of half a pipeline behind, or the lock of an
+    import that was going on, for which all threads would wait from then on (Python 3.11).
+    """
+    with ThreadPoolExecutor(1, "open") as thread:
+        future = thread.submit(build)
+        try:
+            return future.result()
+        except BaseException:
+            if future.exception() is None:
+                future.result().close()
+            raise
 
 
 class SyntheticPipeline(TrainingPipeline):
@@ -332,7 +350,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         require(step >= 0 and 0 <= k < count, f"at({step}, {k}): use a step from 0 on, and k from 0 to {count - 1}")
         segment = self._segment_at(step)
         wanted = MicroBatches(self._split.rows, segment.config, segment.views)(step, k)
-        pipeline = self._pipeline_of(segment, itertools.repeat(wanted))
+        pipeline = uninterrupted(lambda: self._pipeline_of(segment, itertools.repeat(wanted)))
         try:
             return self._as_asked(pipeline.run().to(self._place.device))
         finally:
@@ -407,7 +425,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         """Begin to prepare the micro-batches from the position on."""
         self.close()
         self._segment = self._segment_at(self._step, self._num_done)
-        self._pipeline = self._pipeline_of(self._segment)
+        self._pipeline = uninterrupted(lambda: self._pipeline_of(self._segment))
 
     def _run(self) -> Batch:
         assert self._pipeline is not None
@@ -569,4 +587,5 @@ class EvalLoader(_Loader[EvaluationPipeline]):
 
     def _open(self) -> None:
         if self.batches and self._decodes:
-            self._pipeline = EvaluationPipeline(self._split, self.batches, self._data, self._pixels, self._node)
+            arguments = (self._split, self.batches, self._data, self._pixels, self._node)
+            self._pipeline = uninterrupted(lambda: EvaluationPipeline(*arguments))
