@@ -54,7 +54,7 @@ def test_the_same_on_any_number_of_processes_and_after_a_resume(
     for processes, start_epoch in ((1, 0), (2, 1)):
         monkeypatch.setenv("OUT", f"{processes}.jsonl")
         monkeypatch.setenv("START_EPOCH", str(start_epoch))
-        words = [*WORDS, "--seed", "7", "--grad-accum-steps", 6 // processes]
+        words = [*WORDS, "--seed", "7", "--epochs", "2", "--grad-accum-steps", 6 // processes]
         runs.append(start(TRAIN, loop, dataset, *words, processes=processes))
     assert [run.wait() for run in runs] == [0, 0]
     one, two = (lines(tmp_path / f"{processes}.jsonl") for processes in (1, 2))
@@ -64,7 +64,7 @@ def test_the_same_on_any_number_of_processes_and_after_a_resume(
 @pytest.mark.skipif("TIMM_TRAIN" not in os.environ, reason=str(__doc__))
 def test_the_script_itself(dataset: Path, tmp_path: Path, start: Start) -> None:
     words = [os.environ["TIMM_TRAIN"], dataset, *WORDS, "--device", "cpu", "--grad-accum-steps", "6", "--lr", "0.01"]
-    words += ["--warmup-epochs", "0", "--output", "out", "--experiment"]
+    words += ["--output", "out", "--experiment"]
     assert start(TRAIN, *words, "one", "--epochs", "1").wait() == 0
     checkpoint = tmp_path / "out" / "one" / "checkpoint-0.pth.tar"
     assert start(TRAIN, *words, "two", "--epochs", "2", "--resume", checkpoint).wait() == 0

@@ -86,7 +86,8 @@ def num_processes() -> int:
 @cache
 def settings(root: str) -> Any:
     """Return what `dali-train init --from-timm` makes of train.py's arguments."""
-    line = shlex.join(["train.py", *ARGUMENTS])
+    # The schedule is train.py's own, which warms up for longer than it trains where it is told to.
+    line = shlex.join(["train.py", *ARGUMENTS, "--sched", "cosine", "--warmup-epochs", "0"])
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "config.py"
         # What it could not translate is of interest once, and much of it train.py does itself.
