@@ -460,6 +460,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
             model=trainer.model,
             optimizer=trainer.optimizer,
             clock=trainer.clock,
+            observers=trainer.observers,
         )
     )
     if run.evaluators is None:
@@ -596,6 +597,7 @@ def save(run: Run) -> None:
         evaluations=dict(run.progress.evaluations),
     )
     run.write_status("running")
+    run.hooks.saving(run.step)
     run.saver.save(run.step, state, values)
     run.progress.saved_step = run.step
 

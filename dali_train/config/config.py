@@ -60,6 +60,7 @@ NEED_INDEX: dict[str, Any] = {
     "data.repeats": 1,
     "data.progressive": (),
     "hooks.trace_samples": False,
+    "hooks.ledger": False,
 }
 """Settings that data.reader dali does not support, with the value that turns them off."""
 

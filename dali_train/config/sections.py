@@ -1007,6 +1007,9 @@ class HooksConfig:
     """Steps between two lines on the console and in metrics.jsonl; the host reads the loss only then."""
     trace_samples: bool = False
     """Write samples.rank{r}.jsonl: which images each micro-batch had."""
+    ledger: bool = False
+    """Write ledger/epoch-NNNNN.npy: loss and margin of each training image in each epoch, in 4 bytes, against the
+    image's own label; `dali-train suspects` finds images with a wrong label by them."""
     predictions: CountOr0 = 320
     """Validation images in the table of predictions, which comes with tables of confused classes and accuracy by class.
     0: no tables."""

@@ -58,6 +58,10 @@ class Hook:
     def step(self, record: StepRecord) -> None:
         """Called after every step."""
 
+    def saving(self, step: int) -> None:
+        """Called before the checkpoint of `step` is written, when the device has finished: on all ranks together, so
+        that they may communicate. What is written here is there when a run resumes from this checkpoint."""
+
     def evaluation(self, record: EvaluationRecord) -> None:
         """Called after every evaluation, and after `step` of the same step."""
 

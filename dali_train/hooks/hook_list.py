@@ -45,6 +45,7 @@ class HookList:
                 self._hooks.remove(hook)
         self._measuring = self._overriding("measure")
         self._stepping = self._overriding("step")
+        self._saving = self._overriding("saving")
         self._evaluating = self._overriding("evaluation")
 
     def measure(self) -> dict[str, float]:
@@ -56,6 +57,10 @@ class HookList:
     def step(self, record: StepRecord) -> None:
         for hook in self._stepping:
             self._guarded(hook, f"step {record.step}", partial(hook.step, record))
+
+    def saving(self, step: int) -> None:
+        for hook in self._saving:
+            self._guarded(hook, f"the checkpoint of step {step}", partial(hook.saving, step))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         for hook in self._evaluating:
@@ -127,6 +132,7 @@ def _number(name: str, value: Any) -> float:
 EXTRA_HOOKS = [
     "dali_train.extras.diagnostics:make_hooks",
     "dali_train.extras.inspection:make_hooks",
+    "dali_train.extras.ledger:make_hooks",
     "dali_train.extras.pictures.predictions:make_hooks",
     "dali_train.extras.report.page:make_hooks",
 ]

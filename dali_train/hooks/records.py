@@ -11,6 +11,7 @@ from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.training.build import RunPlan
 from dali_train.training.metrics import EvaluationDetails, EvaluationResult, TrainingSums
 from dali_train.training.timing import PhaseClock, StepTimes
+from dali_train.training.trainer import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class RunStart(RunPlan):
     model: nn.Module  # not wrapped for parallelism; in a pipeline this rank's stages, where names are still timm's
     optimizer: Optimizer
     clock: PhaseClock
+    observers: list[Observer]  # append a function that gets each micro-batch of this rank with its logits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss
 from dali_train.parallel.stages import VitStage
 from dali_train.training.invariant import seed_micro_batch
-from dali_train.training.loss import first_target_correct
 from dali_train.training.trainer import Trainer
 
 _LOGITS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # autocast's
@@ -185,9 +184,7 @@ class _Passes:
         batch = self.batches[number]
         with trainer.precision.autocast():
             loss, logits = trainer.objective(output, batch.images, batch.targets, batch.lambdas)
-        correct = first_target_correct(logits, batch.targets)
-        k = batch.micro_batch.k
-        trainer.metrics.add_micro_batch(loss, correct, num_images=len(batch.targets), step=self._step, k=k)
+        trainer.record(self._step, batch, loss, logits)
         return trainer.scaled(loss)
 
 

@@ -3,7 +3,7 @@ update."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -29,6 +29,12 @@ StepImages = tuple[tuple[MicroBatch, ...], Batch]
 Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Sequence[torch.Tensor]]
 """From the images, targets and lambdas of a micro-batch as in `Batch`, and its dropout seed, to the gradient of each
 audited parameter."""
+
+
+Observer = Callable[[Batch, torch.Tensor], None]
+"""Gets a micro-batch and its logits, (n, classes), as the forward pass left them, in any float type and without a
+gradient. Called where the logits are: in a pipeline on the ranks with the last stage. It must not wait for the
+device."""
 
 
 class StepAudit(Protocol):
@@ -66,6 +72,7 @@ class Trainer:
     ema: Ema | None = None
     noise: NoiseScale | None = None
     audit: StepAudit | None = None
+    observers: list[Observer] = field(default_factory=list)  # hooks add theirs
 
     def begin_averages(self) -> None:
         """Begin all moving averages at the model's weights and statistics, after a checkpoint has replaced them."""
@@ -133,10 +140,16 @@ class Trainer:
                 # It was the last micro-batch again, with zero loss: other ranks have collectives in every pass.
                 break
             self.statistics.add_micro_batch()
-            correct = first_target_correct(logits, batch.targets)
-            self.metrics.add_micro_batch(loss, correct, num_images=len(batch.images), step=step, k=batch.micro_batch.k)
+            self.record(step, batch, loss, logits)
             micro_batches.append(batch.micro_batch)
         return tuple(micro_batches), batch
+
+    def record(self, step: int, batch: Batch, loss: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add a micro-batch of `step` with its mean `loss` to the metrics, and show its `logits` to the observers."""
+        correct = first_target_correct(logits, batch.targets)
+        self.metrics.add_micro_batch(loss, correct, num_images=len(batch.targets), step=step, k=batch.micro_batch.k)
+        for observe in self.observers:
+            observe(batch, logits.detach())
 
     def gradients(
         self, images: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor, dropout_seed: int

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import MixupConfig, SampleConfig, View
 from dali_train.config.check import require
-from dali_train.data.sampling.draws import BOXES, Images, draw_mixing, filters, flips, padded_crops
+from dali_train.data.sampling.draws import BOXES, Images, Mixing, draw_mixing, filters, flips, padded_crops
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.data.sampling.policy import draw_operators, erased_boxes, erasing_noise, policy_of
 from dali_train.data.sampling.rng import Purpose, torch_seed
@@ -110,6 +110,13 @@ class MicroBatches:
         start = step * batch.global_batch + k * batch.micro_batch
         return np.arange(start, start + batch.micro_batch, dtype=np.int64)
 
+    def mixing(self, step: int, k: int) -> Mixing:
+        """Return only the mixing of micro-batch `k` of `step`, without the other draws."""
+        config = self._config_at(step)
+        mixup = config.mixup if step < self._mixing_ends else MixupConfig()
+        size = config.batch.micro_batch
+        return draw_mixing(mixup, config.data.seed, step=step, k=k, size=size, side=config.data.train_size)
+
     def __call__(self, step: int, k: int) -> MicroBatch:
         if not self._views:
             return self._drawn(self._config_at(step), step, k)
@@ -132,8 +139,6 @@ class MicroBatches:
             reflect = data.crop_padding_mode == "reflect"
             boxes, offsets = padded_crops(seed, looks, side=data.crop_side, padding=data.crop_padding, reflect=reflect)
         operators, levels = draw_operators(seed, self._policy, looks)
-        mixup = config.mixup if step < self._mixing_ends else MixupConfig()
-        mixing = draw_mixing(mixup, seed, step=step, k=k, size=len(images), side=data.train_size)
         return MicroBatch(
             step=step,
             k=k,
@@ -154,7 +159,7 @@ class MicroBatches:
             levels=levels,
             erased=erased_boxes(seed, looks, probability=data.random_erasing, size=data.train_size),
             noise=erasing_noise(data, step=step, k=k * num_views + view),
-            **vars(mixing),
+            **vars(self.mixing(step, k)),
             dropout_seed=torch_seed(seed, Purpose.DROPOUT, step=step, k=k),
             size=data.train_size,
         )
