@@ -54,6 +54,8 @@ def recipe_settings(config: Config) -> dict[str, Any]:
     if config.data.shuffle != "block":  # otherwise they have no effect
         del fields["data.block_images"], fields["data.window_blocks"]
     fields |= {name: _content_of(name, fields[name]) for name in _WEIGHTS}
+    if config.data.exclude is not None and Path(config.data.exclude).is_file():
+        fields["data.exclude"] = CONTENT + sha256(Path(config.data.exclude))[:16]
     del fields["data.normalise"]  # as numbers, so that it does not matter how they were spelled
     return fields | {"data.mean": list(config.data.mean), "data.std": list(config.data.std)}
 

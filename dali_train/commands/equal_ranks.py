@@ -34,7 +34,7 @@ _PER_NODE = {
 """Settings that may differ, since they only say where files are, or how fast a node is."""
 _DIRECTORIES = ("data.cache", "data.local_copy")
 """May differ too, but all ranks must have one, or none, because they prepare it together."""
-_CONTENTS = ("model.weights", "loss.teacher", "loss.teacher_weights")
+_CONTENTS = ("model.weights", "loss.teacher", "loss.teacher_weights", "data.exclude")
 """Names of files, whose content is compared, since paths may depend on the node; like that of data.root."""
 
 

@@ -58,6 +58,7 @@ NEED_INDEX: dict[str, Any] = {
     "data.vertical_flip": 0.0,
     "data.alternating_flip": False,
     "data.repeats": 1,
+    "data.exclude": None,
     "data.progressive": (),
     "hooks.trace_samples": False,
     "hooks.ledger": False,

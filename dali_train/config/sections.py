@@ -152,6 +152,10 @@ class DataConfig:
     random_erasing_fill: Literal["mean", "noise"] = "mean"
     """The fill of erased boxes. mean: the mean color. noise: normally distributed pixels with the mean and standard
     deviation of data.normalise (timm's mode pixel), clipped to values from 0 to 255."""
+    exclude: Annotated[str, Rule("the name of a file with the numbers of images")] | None = None
+    """A file with the training images to leave out, by their numbers: one a line, or in the first column of a CSV file,
+    as `dali-train suspects` writes them. An epoch has only the other images. All their draws stay the same, and with
+    shuffle full or none so does their order; the other orders are made of the images that are left."""
     repeats: Annotated[int, Rule("a number of repeats from 1 to 64", 1, 64)] = 1
     """Repeated augmentation: this many adjacent positions have the same image, augmented differently. An epoch still
     has as many positions as the training split has images, so a pass over the split takes this many epochs. If it does

@@ -69,7 +69,7 @@ class RunPlan:
 
     @property
     def num_images(self) -> int:
-        return len(self.split)
+        return self.split.num_images
 
     @property
     def num_classes(self) -> int:
@@ -81,8 +81,10 @@ class RunPlan:
 
     @property
     def class_counts(self) -> NDArray[np.int64]:
-        """Images of each class, (classes,)."""
-        return np.bincount(self.split.rows["label"], minlength=self.split.num_classes)
+        """Images of each class that take part, (classes,)."""
+        labels = self.split.rows["label"]
+        taking_part = labels if self.split.kept is None else labels[self.split.kept]
+        return np.bincount(taking_part, minlength=self.split.num_classes)
 
     @property
     def grad_accum_steps(self) -> int:
@@ -128,7 +130,9 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
         device=device,
         num_threads=num_threads,
         dataset=dataset,
-        split=Split(dataset.path, "train" if trains else "validation"),
+        split=Split(dataset.path, "train", exclude=config.data.exclude)
+        if trains
+        else Split(dataset.path, "validation"),
         node=join_node(config.data, launch, layout) if trains else None,
     )
 

@@ -53,6 +53,7 @@ INDEX_DTYPE = np.dtype(
 _MAX_TEXT_INDEX_BYTES = 1 << 28  # of one shard
 _VALIDATION_FILE = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")  # counted from 1
 _LARGEST_LABELS = 10_000_000  # bytes; those of ReaL have 0.6 million
+_LARGEST_EXCLUDED = 1_000_000_000  # bytes
 
 
 class Split:
@@ -60,20 +61,31 @@ class Split:
 
     `rows` is the memory-mapped index (``INDEX_DTYPE``), `checksums` the CRC32C of each image's bytes, (N,) uint32, None
     if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names. An
-    index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk.
+    index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk. `kept`
+    is which images take part in training, (N,), None if all do, and `num_images` their number.
 
     Args:
         root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
             directory that has the index, while the storage of that scheme has the shards.
         local: whether the shards lie below `root`. If not, only the index can be read.
         strict: whether the index's content is checked. `verify` leaves it out, since it compares every row itself.
+        exclude: a file of images that do not take part, see `kept_images`; None: all do.
 
     Raises:
+        ConfigError: see `kept_images`.
         DatasetError: a part is missing, the index does not belong to ``dataset.json``, a row is invalid, or a shard
             does not match the index.
     """
 
-    def __init__(self, root: Path | str, name: SplitName, *, local: bool = True, strict: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path | str,
+        name: SplitName,
+        *,
+        local: bool = True,
+        strict: bool = True,
+        exclude: Path | str | None = None,
+    ) -> None:
         self.root = metadata_directory(root)
         self.dataset_name = Path(root).resolve().name
         self._root_url = str(root).rstrip("/") if is_remote(str(root)) else None
@@ -89,6 +101,7 @@ class Split:
             self._remedy = copy_again(str(root))
         self.num_bytes = split.num_bytes
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
+        self.kept: NDArray[np.bool_] | None = None if exclude is None else kept_images(exclude, len(self))
         self.checksums: NDArray[np.uint32] | None = None
         if split.image_checksums_crc32c is not None:
             self.checksums = self._open_array(checksums_path(self.root, name), len(self), np.dtype("<u4"))
@@ -110,6 +123,11 @@ class Split:
     @property
     def num_classes(self) -> int:
         return self.manifest.num_classes
+
+    @property
+    def num_images(self) -> int:
+        """The number of images that take part in training: positions of an epoch."""
+        return len(self) if self.kept is None else int(np.count_nonzero(self.kept))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -356,6 +374,33 @@ def read_labels(path: Path, split: Split) -> NDArray[np.int64]:
     if not (labels >= 0).any():
         raise ConfigError(f"data.eval_sets: {path} has no label of an image of {split.root}: use another file")
     return labels
+
+
+def kept_images(path: Path | str, num_images: int) -> NDArray[np.bool_]:
+    """Return which of `num_images` images a file does not exclude, (num_images,).
+
+    The file has an image's number in each line, or in the first column of a CSV file, whose heading is passed over.
+
+    Raises:
+        ConfigError: it cannot be read, has anything else, or leaves no image.
+    """
+    use = f"use the numbers of images from 0 to {num_images - 1}, one a line or in the first column"
+    try:
+        lines = read_limited(Path(path), _LARGEST_EXCLUDED).decode().splitlines()
+    except (OSError, ForeignFileError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.exclude is {path}, which cannot be read ({error}): {use}") from None
+    kept = np.ones(num_images, dtype=np.bool_)
+    for number, line in enumerate(lines, 1):
+        cell = line.partition(",")[0].strip()
+        is_heading = number == 1 and not re.search(r"\d", cell)
+        if not cell or is_heading:
+            continue
+        if not cell.isascii() or not cell.isdecimal() or int(cell) >= num_images:
+            raise ConfigError(f"data.exclude is {path}, whose line {number} begins with {printable(cell)!r:.40}: {use}")
+        kept[int(cell)] = False
+    if not kept.any():
+        raise ConfigError(f"data.exclude is {path}, which leaves none of {num_images} images: {use}, of fewer images")
+    return kept
 
 
 def sizes_of(rows: NDArray[np.void]) -> NDArray[np.int32]:

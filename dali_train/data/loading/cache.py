@@ -92,7 +92,12 @@ class Node:
         if self.lock is None:
             return None
         next_use = NextUse(
-            config, split.rows["label"], dp_size=self.dp_size, coordinates=self.coordinates, start_step=start_step
+            config,
+            split.rows["label"],
+            split.kept,
+            dp_size=self.dp_size,
+            coordinates=self.coordinates,
+            start_step=start_step,
         )
         limit = None if self.limit is None else int(self.limit * _share(split))
         used = {_directory_name(split.manifest, name) for name in split.manifest.splits}
@@ -343,6 +348,7 @@ class NextUse:
 
     Args:
         labels: of all images of the split, (N,).
+        kept: which of them take part, (N,); None: all.
         dp_size: number of data-parallel coordinates.
         coordinates: those whose ranks are on this node.
         start_step: the first step whose uses are known.
@@ -352,12 +358,13 @@ class NextUse:
         self,
         config: SampleConfig,
         labels: NDArray[np.integer],
+        kept: NDArray[np.bool_] | None = None,
         *,
         dp_size: int,
         coordinates: frozenset[int],
         start_step: int,
     ) -> None:
-        self._order = SampleOrder.of(config, labels)  # not shared with training, which is in other epochs
+        self._order = SampleOrder.of(config, labels, kept)  # not shared with training, which is in other epochs
         batch = config.batch
         mine = np.array([k for k in range(batch.num_micro_batches) if k % dp_size in coordinates])
         self._within = (mine[:, None] * batch.micro_batch + np.arange(batch.micro_batch)).ravel()  # a step's positions
@@ -365,8 +372,8 @@ class NextUse:
         self.per_step = batch.grad_accum_steps(dp_size)
         self._global_batch = batch.global_batch
         self._dp_size = dp_size
-        self.total_steps = config.total_steps(len(labels))
-        self._steps_per_chunk = max(1, len(labels) // batch.global_batch)
+        self.total_steps = config.total_steps(self._order.num_images)
+        self._steps_per_chunk = max(1, self._order.num_images // batch.global_batch)
         self._end = start_step  # uses are known in steps before it
         self._images = np.empty(0, dtype=np.int32)  # uses in the order of time
         self._times = np.empty(0, dtype=np.int32)

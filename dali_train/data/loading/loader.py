@@ -18,12 +18,13 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
 from dali_train.config.check import load_row, require
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.manifest import SplitName, dataset_content
+from dali_train.data.dataset.manifest import CONTENT, SplitName, dataset_content
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading.cache import Node
 from dali_train.data.loading.dali import PixelFormat
@@ -186,7 +187,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
             )
             require(targets in ("classes", "pairs"), f"targets is {targets!r}: use classes or pairs")
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
-            self._begin(Split(data.root, split), config, pixels, place, place.node(data))
+            self._begin(Split(data.root, split, exclude=data.exclude), config, pixels, place, place.node(data))
             self._views = checked_views(views, config)
         self._fixed_global_batch = global_batch is not None
         self._targets = targets
@@ -208,7 +209,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
         loader = cls.__new__(cls)
         pixels = pixel_format(config, place.device, place.num_threads)
         node = place.node(config.data)
-        loader._begin(Split(config.data.root, "train"), config, pixels, place, node)
+        split = Split(config.data.root, "train", exclude=config.data.exclude)
+        loader._begin(split, config, pixels, place, node)
         loader._targets = targets
         return loader
 
@@ -271,10 +273,11 @@ class TrainLoader(_Loader[TrainingPipeline]):
 
     def __iter__(self) -> Iterator[Any]:
         end = self.steps(self.epoch + 1)
+        num_images = self._split.num_images
         require(
-            self.config.batch.global_batch <= len(self._split),
-            f"global_batch is {self.config.batch.global_batch}, more than an epoch's {len(self._split)} images: use at "
-            "most that, or take micro-batches by next()",
+            self.config.batch.global_batch <= num_images,
+            f"global_batch is {self.config.batch.global_batch}, more than an epoch's {num_images} images: use at most "
+            "that, or take micro-batches by next()",
         )
         while self._step < end:
             yield self._as_asked(self.next())
@@ -286,7 +289,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
     @property
     def epoch(self) -> int:
         """The epoch of the next micro-batch, from 0."""
-        return self._step * self.config.batch.global_batch // len(self._split)
+        return self._step * self.config.batch.global_batch // self._split.num_images
 
     @property
     def step(self) -> int:
@@ -309,7 +312,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
 
     def steps(self, epochs: float) -> int:
         """Return the optimizer steps of so many epochs, for a schedule."""
-        return self.config.steps(epochs, len(self._split))
+        return self.config.steps(epochs, self._split.num_images)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`, unless the next micro-batch is in it, as after a resume in its middle."""
@@ -349,7 +352,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         count = self.config.batch.num_micro_batches
         require(step >= 0 and 0 <= k < count, f"at({step}, {k}): use a step from 0 on, and k from 0 to {count - 1}")
         segment = self._segment_at(step)
-        wanted = MicroBatches(self._split.rows, segment.config, segment.views)(step, k)
+        wanted = MicroBatches(self._split.rows, segment.config, segment.views, self._split.kept)(step, k)
         pipeline = uninterrupted(lambda: self._pipeline_of(segment, itertools.repeat(wanted)))
         try:
             return self._as_asked(pipeline.run().to(self._place.device))
@@ -404,10 +407,13 @@ class TrainLoader(_Loader[TrainingPipeline]):
     def _identity(self) -> dict[str, Any]:
         data = self.config.data
         order = {"seed": data.seed, "shuffle": data.shuffle, "repeats": data.repeats}
+        dataset = dataset_content(self._split.manifest)
+        if self._split.kept is not None:
+            dataset += f", {self._split.num_images} of them, {CONTENT}{crc32c(self._split.kept.tobytes()):08x}"
         return {
             "batch_size": self.config.batch.micro_batch,
             **order,
-            "dataset": dataset_content(self._split.manifest),
+            "dataset": dataset,
         }
 
     # Inside
@@ -418,7 +424,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
 
     def _segment_at(self, step: int, num_done: int = 0) -> Segment:
         coordinate = {"dp_rank": self._place.dp_rank, "dp_size": self._place.dp_size}
-        segment = segment_at(self.config, len(self._split), start_step=step, num_done=num_done, **coordinate)
+        segment = segment_at(self.config, self._split.num_images, start_step=step, num_done=num_done, **coordinate)
         return replace(segment, views=self._views)
 
     def _open(self) -> None:

@@ -57,17 +57,17 @@ def segment_at(
 
 def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:
     """Iterate over the micro-batches of a segment, and beyond it, without end."""
-    micro_batches = micro_batches or MicroBatches(split.rows, segment.config, segment.views)
+    micro_batches = micro_batches or MicroBatches(split.rows, segment.config, segment.views, split.kept)
     return (micro_batches(step, k) for step, k in segment)
 
 
 def read(split: Split, segment: Segment, storage: Storage, node: Node | None = None) -> Iterator[MicroBatch]:
     """Iterate over the same, while their bytes are read ahead and the cache of `node` is kept within its limit."""
     data, batch = segment.config.data, segment.config.batch
-    micro_batches = MicroBatches(split.rows, segment.config, segment.views)
+    micro_batches = MicroBatches(split.rows, segment.config, segment.views, split.kept)
     chosen = ordered(split, segment, micro_batches)
     # Never more than an epoch ahead, which covers every image once.
-    images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, len(split) // segment.dp_size)
+    images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, split.num_images // segment.dp_size)
     num_ahead = max(1, images // batch.micro_batch)
     if node is not None:
         eviction = node.eviction(split, segment.config, start_step=segment.start_step, num_ahead=num_ahead)

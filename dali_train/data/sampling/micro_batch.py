@@ -78,18 +78,26 @@ class MicroBatches:
     Args:
         rows: the training split's index (``INDEX_DTYPE``).
         views: of every image; none: one, as `config` says.
+        kept: which images take part, (N,), as data.exclude says; None: all.
     """
 
-    def __init__(self, rows: NDArray[np.void], config: SampleConfig, views: Sequence[View] = ()) -> None:
+    def __init__(
+        self,
+        rows: NDArray[np.void],
+        config: SampleConfig,
+        views: Sequence[View] = (),
+        kept: NDArray[np.bool_] | None = None,
+    ) -> None:
         self.num_per_step = config.batch.num_micro_batches
         self._rows = rows
         self._config = config
-        self._config_at = config.by_step(len(rows))
+        self.order = SampleOrder.of(config, rows["label"], kept)
+        num_images = self.order.num_images
+        self._config_at = config.by_step(num_images)
         self._views = view_configs(config, views)
         until = config.mixup.until_epoch
-        self._mixing_ends = math.inf if until is None else config.steps(until, len(rows))
+        self._mixing_ends = math.inf if until is None else config.steps(until, num_images)
         self._policy = policy_of(config.data)
-        self.order = SampleOrder.of(config, rows["label"])
         side, padding = config.data.crop_side, config.data.crop_padding
         if side is not None and len(rows):
             smallest = int(min(rows["height"].min(), rows["width"].min()))

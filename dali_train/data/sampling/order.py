@@ -113,10 +113,16 @@ class BlockOrder:
 
 
 class FullOrder:
-    """A uniformly random order of one epoch, 4 bytes per image."""
+    """A uniformly random order of one epoch, 4 bytes per image.
 
-    def __init__(self, num_images: int, *, seed: int, epoch: int) -> None:
-        self._images = shuffled(philox_generator(seed, Purpose.ORDER, low=0, high=epoch), num_images)
+    Args:
+        kept: which images it has, (num_images,); None: all. Left out, an image changes no other one's place among the
+            rest.
+    """
+
+    def __init__(self, num_images: int, *, seed: int, epoch: int, kept: NDArray[np.bool_] | None = None) -> None:
+        images = shuffled(philox_generator(seed, Purpose.ORDER, low=0, high=epoch), num_images)
+        self._images = images if kept is None else images[kept[images]]
 
     def images_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._images[within].astype(np.int64)
@@ -171,6 +177,8 @@ class SampleOrder:
         shuffle: Blocks for a block order, full for a uniformly random order, none for the order on disk; the labels of
             all images for a balanced order.
         repeats: the number of adjacent positions with the same image. Blocks are those of the order without repeats.
+        kept: which images of the split take part, (N,) with `num_images` times True; None: all. Without them, a full
+            order and that on disk are as they were; blocks and a balanced order are made of the images that take part.
     """
 
     num_images: int
@@ -178,9 +186,15 @@ class SampleOrder:
     seed: int
     shuffle: Literal["full", "none"] | Blocks | NDArray[np.integer]
     repeats: int = 1
+    kept: NDArray[np.bool_] | None = None
     # Of the newest epoch and its neighbours: reading ahead reaches into the next one.
     _orders: dict[int, FullOrder | BlockOrder | BalancedOrder] = field(default_factory=dict)
     _making: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def _numbers(self) -> NDArray[np.int64] | None:
+        """The images that take part, in the order on disk; None: all."""
+        return None if self.kept is None else np.flatnonzero(self.kept)
 
     @cached_property
     def _most(self) -> int:
@@ -188,9 +202,13 @@ class SampleOrder:
         return int(np.ceil(balanced_share(self.shuffle).max())) if isinstance(self.shuffle, np.ndarray) else 1
 
     @classmethod
-    def of(cls, config: SampleConfig, labels: NDArray[np.integer]) -> "SampleOrder":
-        """Return the order of a dataset whose images have these classes, (N,)."""
+    def of(
+        cls, config: SampleConfig, labels: NDArray[np.integer], kept: NDArray[np.bool_] | None = None
+    ) -> "SampleOrder":
+        """Return the order of a dataset whose images have these classes, (N,), or of those `kept` for data.exclude."""
         data, batch = config.data, config.batch
+        assert (data.exclude is None) == (kept is None), "the images to leave out must be known"
+        labels = labels if kept is None else labels[kept]
         blocks = Blocks(
             num_images=len(labels),
             block_images=data.block_images,
@@ -199,7 +217,7 @@ class SampleOrder:
             micro_batch=batch.micro_batch // data.repeats,
         )
         chosen = blocks if data.shuffle == "block" else labels if data.shuffle == "balanced" else data.shuffle
-        return cls(len(labels), seed=data.seed, shuffle=chosen, repeats=data.repeats)
+        return cls(len(labels), seed=data.seed, shuffle=chosen, repeats=data.repeats, kept=kept)
 
     def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (images, epochs) at `positions`, each of the same shape.
@@ -216,16 +234,21 @@ class SampleOrder:
         """Do the same in the sequence without repeats: `positions` count images, and epochs count passes."""
         epochs, within = np.divmod(positions, self.num_images)
         if isinstance(self.shuffle, str) and self.shuffle == "none":
-            return within, epochs
+            return self._in_split(within), epochs
         images = np.empty_like(within)
         passes = epochs * self._most
         for epoch in np.unique(epochs):
             here = epochs == epoch
             order = self._order(int(epoch))
-            images[here] = order.images_at(within[here])
+            found = order.images_at(within[here])
+            images[here] = found if isinstance(order, FullOrder) else self._in_split(found)
             if isinstance(order, BalancedOrder):
                 passes[here] += order.nth_at(within[here])
         return images, passes
+
+    def _in_split(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the images with these numbers among those that take part."""
+        return numbers if self._numbers is None else self._numbers[numbers]
 
     def windows_at(self, positions: NDArray[np.int64]) -> list[tuple[int, int]] | None:
         """Return (epoch, window) of each window with an image at one of `positions`; None: the order has no windows."""
@@ -240,7 +263,7 @@ class SampleOrder:
 
     def images_in(self, epoch: int, window: int) -> NDArray[np.int64]:
         """Return all images of a window, block after block."""
-        return self._block_order(epoch).images_in(window)
+        return self._in_split(self._block_order(epoch).images_in(window))
 
     def _block_order(self, epoch: int) -> BlockOrder:
         order = self._order(epoch)
@@ -258,7 +281,8 @@ class SampleOrder:
                 elif isinstance(self.shuffle, np.ndarray):
                     order = BalancedOrder(self.shuffle, seed=self.seed, epoch=epoch)
                 else:
-                    order = FullOrder(self.num_images, seed=self.seed, epoch=epoch)
+                    whole = self.num_images if self.kept is None else len(self.kept)
+                    order = FullOrder(whole, seed=self.seed, epoch=epoch, kept=self.kept)
                 self._orders[epoch] = order
                 for old in [e for e in self._orders if abs(e - epoch) > 1]:
                     del self._orders[old]

@@ -14,6 +14,7 @@ from dali_train.checkpoint.trained_model import check_weights
 from dali_train.config import BatchConfig, Config, DataConfig
 from dali_train.config.check import as_typed
 from dali_train.config.config import SETTINGS
+from dali_train.data.dataset.index import kept_images
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
@@ -294,7 +295,12 @@ def _images(data: DataConfig, num_images: int | None) -> tuple[int, int, str, fl
     if (metadata_directory(data.root) / "dataset.json").exists():
         manifest = Manifest.read(data.root)
         split = manifest.splits["train"]
-        return split.num_records, manifest.num_classes, data.root, split.num_bytes / split.num_records
+        num_images = split.num_records
+        source = data.root
+        if data.exclude is not None:
+            num_images = int(kept_images(data.exclude, split.num_records).sum())
+            source += f", without the {split.num_records - num_images:,} of data.exclude"
+        return num_images, manifest.num_classes, source, split.num_bytes / split.num_records
     source = f"ImageNet-1k's: {data.root} has no dataset.json"
     return IMAGENET_IMAGES, IMAGENET_CLASSES, source, IMAGENET_IMAGE_BYTES
 

@@ -67,7 +67,7 @@ def prove(run: Path | str, *, dataset: str | None, all_draws: bool) -> bool:
 
 def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
     split, micro_batches = samples_of(with_dataset(run.config, dataset))
-    evidence = Evidence.of(run, run.config.steps(run.config.run.epochs, len(split)))
+    evidence = Evidence.of(run, run.config.steps(run.config.run.epochs, split.num_images))
     current = recipe(run.config, split.manifest)
     keep_digests_of_lost_files(evidence.recipe, current)
     points, last = evidence.points, evidence.points[-1].step
@@ -75,7 +75,7 @@ def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
     # What a record has beyond the recomputed order is the same number at every step: the recipe's digest.
     beyond = [(point.order - sums[point.step]) % (1 << 128) for point in points]
     num_steps, draws = check_draws(points, micro_batches, all_draws=all_draws)
-    num_rates, rates = check_rates(evidence, len(split))
+    num_rates, rates = check_rates(evidence, split.num_images)
     num_weights, weights = check_weights(evidence)
     num_accuracies, accuracies = check_accuracies(evidence)
     subjects = {

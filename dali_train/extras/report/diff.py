@@ -56,7 +56,7 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
     """
     splits, sources = zip(*map(samples_of, (first, second)), strict=True)
     lengths = [
-        config.steps(config.run.epochs, len(split)) for config, split in zip((first, second), splits, strict=True)
+        config.steps(config.run.epochs, split.num_images) for config, split in zip((first, second), splits, strict=True)
     ]
     num_per_step = [source.num_per_step for source in sources]
     for step in range(min(steps, *lengths)):

@@ -170,6 +170,8 @@ class TrainingSplit:
     checksums = np.array([crc32c(_image(number)) for number in range(len(_SIZES))], np.uint32)
     shards = (Shard(name="shard", num_records=len(_SIZES), num_bytes=len(_SHARD)),)
     num_bytes = len(_SHARD)
+    num_images = len(_SIZES)
+    kept = None
     manifest = SimpleNamespace(
         splits={"train": SplitManifest(num_records=len(_SIZES), shards=shards, image_checksums_crc32c="0123abcd")}
     )
