@@ -65,6 +65,7 @@ EXTRA_COMMANDS = (
     "dali_train.extras.report:add_diff_command",
     "dali_train.extras.proof:add_prove_command",
     "dali_train.extras.report:add_report_command",
+    "dali_train.extras.suspects:add_suspects_command",
     "dali_train.extras.init:add_init_command",
 )
 """Functions that add a command of dali_train/extras to the subparsers."""

@@ -32,6 +32,9 @@ FAST_UNCOMPILED = ("--model.activation_checkpointing", "true", "--model.channels
 FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
 BF16_ALL_REDUCE = ("--parallel.grad_reduce_dtype", "bf16")
 
+# Images 7 and 30 of `dataset`.
+EXCLUDED = str(REPOSITORY / "tests" / "excluded.csv")
+
 PIPELINE = ("--parallel.pipeline", "2")
 TENSOR = ("--parallel.tensor.size", "2")
 SHARDED = ("--parallel.shard", "full")

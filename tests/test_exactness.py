@@ -23,6 +23,7 @@ from tests.conftest import StartTraining, Train, final_weights, relative_differe
 from tests.helpers import (
     BF16_ALL_REDUCE,
     CONVOLUTIONAL,
+    EXCLUDED,
     FAST,
     FAST_UNCOMPILED,
     FLOAT32_BOUND,
@@ -262,7 +263,11 @@ def check_golden(name: str, run: Path, dataset: Path) -> None:
 
 
 KILLED = Compared(
-    (*AUGMENTED, *words("--data.repeats 2 --data.progressive 2,16 6,24 --model.kwargs.dynamic_img_size true")),
+    (
+        *AUGMENTED,
+        *words("--data.repeats 2 --data.progressive 2,16 6,24 --model.kwargs.dynamic_img_size true"),
+        *("--data.exclude", EXCLUDED),
+    ),
     2,
     resumed=True,
     bound=None,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dali_train.config import HooksConfig
-from dali_train.data.dataset.build_index import write_array
+from dali_train.data.dataset.write_index import write_array
 from dali_train.data.dataset.index import map_array
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatches

@@ -14,10 +14,11 @@ from dali_train.data.convert.datasets import DATASETS, advice
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.dataset.tfrecord import TFRecordError
-from dali_train.errors import DatasetError, NoDatasetError
+from dali_train.errors import ConfigError, DatasetError, NoDatasetError
 from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import encoded, photograph, write_shard
 from tests.convert.files import files_of, small_photograph
+from tests.helpers import EXCLUDED
 from tests.ranks import FORK
 
 
@@ -204,6 +205,27 @@ def test_a_shard_that_changed_since_is_refused(indexed: Path) -> None:
         Split(indexed, "train")
     with pytest.raises(DatasetError, match="has no validation split, only train"):
         Split(indexed, "validation")
+
+
+def test_images_to_leave_out(dataset: Path, tmp_path: Path) -> None:
+    """One a line, or in a table's first column."""
+    split = Split(dataset, "train", exclude=EXCLUDED)
+    assert split.kept is not None and np.flatnonzero(~split.kept).tolist() == [7, 30]
+    assert (split.num_images, len(split)) == (48, 50)
+    path = tmp_path / "list.txt"
+    mistakes = {
+        "3\n50": "line 2 begins with '50': use the numbers of images from 0 to 49",
+        "-1": "line 1 begins with '-1'",
+        "file,image\na.jpg,3": "line 2 begins with 'a.jpg'",
+        "\n".join(map(str, range(50))): "leaves none of 50 images",
+    }
+    for text, message in mistakes.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"data.exclude is .*{message}"):
+            Split(dataset, "train", exclude=path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Split(dataset, "train", exclude=path)
 
 
 def open_with_limits(root: Path, soft: int, hard: int) -> None:

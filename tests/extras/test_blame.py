@@ -1,5 +1,7 @@
-"""`dali-train blame`: wrong labels that were planted are found in a step, without a log of samples."""
+"""Wrong labels that were planted are found: by `dali-train blame` in a step, without a log of samples, and by
+`dali-train suspects` in the ledger."""
 
+import csv
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,10 +10,11 @@ import pytest
 from PIL import Image
 
 from dali_train import cli
+from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.extras.blame.step import blame
 from tests.conftest import Train
-from tests.helpers import losses, words
+from tests.helpers import losses, samples, words
 
 CLASSES = {"dark": 40, "bright": 210}
 WRONG = 3
@@ -39,11 +42,11 @@ def mislabelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "index"
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("ranks", "ledger"), [(1, "false"), (3, "true")])
 def test_wrong_labels_are_found_first(
-    ranks: int, mislabelled: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: int, ledger: str, mislabelled: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train("run", "--data.root", str(mislabelled), *OPTIONS, ranks=ranks)
+    train("run", "--data.root", str(mislabelled), *OPTIONS, "--hooks.ledger", ledger, ranks=ranks)
     run = tmp_path / "run"
     assert not list(run.glob("samples.rank*.jsonl"))
     capsys.readouterr()
@@ -60,6 +63,30 @@ def test_wrong_labels_are_found_first(
     assert sum(one.loss for one in images) / 24 == pytest.approx(recorded, rel=1e-4)
     assert sum(one.share or 0.0 for one in images) == pytest.approx(1)
     assert images[0].pixels.ndim == 3 and (run / "blame" / f"step-{step:08d}.png").stat().st_size > 1000
+    if ledger == "true":
+        check_suspects(run, set(names), train, capsys)
+        return
+    assert cli.main(["suspects", str(run)]) == 2
+    assert "has no ledger: train with --hooks.ledger true" in capsys.readouterr().err
+
+
+def check_suspects(run: Path, names: set[str], train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are the wrong labels, with what they should be; and a run leaves them out."""
+    assert cli.main(["suspects", str(run), "--images", "2"]) == 0
+    printed = capsys.readouterr().out
+    table = run / "suspects" / "suspects.csv"
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["file"] for row in rows} == names
+    assert {(row["label"], row["looks like"]) for row in rows} == {("dark", "bright")}
+    assert all(float(row["margin"]) < 0 for row in rows), rows
+    assert printed.startswith("3 of 24 images") and sum(name in printed for name in names) == 2
+    assert (run / "suspects" / "suspects.png").stat().st_size > 1000
+    root = load_config(run / "config.json").data.root
+    without = ("--data.exclude", str(table), "--run.max_steps", "7", "--hooks.trace_samples", "true")
+    train("without", "--data.root", root, *OPTIONS, *without)
+    seen = [image for images in samples(run.with_name("without")).values() for image in images]
+    assert len(seen) == 7 * 24 and len(set(seen)) == 21 and not {int(row["image"]) for row in rows} & set(seen)
 
 
 def test_the_worst_step_is_found(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from dali_train.extras.report.serve import make_server
 from dali_train.runtime.status import STEP_PHASES, best_evaluation, decisive
 from dali_train.text import duration, plural, printable, redacted
 from tests.conftest import REPOSITORY, TINY_CONFIG, run_in_pool
-from tests.helpers import extended, write_run
+from tests.helpers import EXCLUDED, extended, write_run
 
 MEASURING = """
 class BiasNorm(Hook):
@@ -306,6 +306,13 @@ def test_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"picture        {picture}" in capsys.readouterr().out
     with Image.open(picture) as image:
         assert image.width > 900 and np.asarray(image.convert("L")).std() > 10
+
+
+def test_a_plan_without_the_images_that_are_left_out(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(tiny_config), "--data.exclude", EXCLUDED]) == 0
+    printed = capsys.readouterr().out
+    assert "48 in 5 classes" in printed and "without the 2 of data.exclude" in printed
+    assert "6 in 4 epochs, 1.50 per epoch" in printed
 
 
 def test_the_state_of_a_run(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import Launch
 from dali_train.training.build import build_loader, prepare
 from tests.conftest import REPOSITORY
-from tests.helpers import Compared, in_ranks
+from tests.helpers import EXCLUDED, Compared, in_ranks
 
 CPU = torch.device("cpu")
 ALONE: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "device": "cpu", "num_threads": 1}
@@ -48,6 +48,7 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "mixup.alpha": 0.8,
             "mixup.cutmix_alpha": 1.0,
             "mixup.until_epoch": 1,
+            "data.exclude": EXCLUDED,
         },
         {
             "augment": "rand-m9-mstd0.5-inc1",
@@ -55,6 +56,7 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "random_erasing_fill": "noise",
             "interpolation": "random",
             "mixup": {"alpha": 0.8, "cutmix_alpha": 1.0, "until_epoch": 1},
+            "exclude": EXCLUDED,
         },
     ),
     "progressive": (
@@ -256,6 +258,8 @@ def test_a_state_of_something_else_is_refused(dataset: Path) -> None:
     for name, value in {"seed": 1, "batch_size": 8, "dataset": "50 images", "shuffle": None, "step": "0"}.items():
         with pytest.raises(ConfigError, match=f"the state to load has {name} {value!r} and this loader"):
             loader.load_state_dict({**state, name: value})
+    with pytest.raises(ConfigError, match=r"dataset '50 images.* and this loader '50 images.* 48 of them"):
+        TrainLoader(dataset, exclude=EXCLUDED, **options).load_state_dict(state)
     with pytest.raises(ConfigError, match="global_batch is 64, more than an epoch's 50 images: use at most that"):
         next(iter(TrainLoader(dataset, global_batch=64, **options)))
 

@@ -404,6 +404,44 @@ def test_one_block_a_window_and_one_image_a_block_shuffle_all() -> None:
     assert ((counts - 200) ** 2 / 200).sum() < 52.6
 
 
+@pytest.mark.parametrize("shuffle", ["full", "none", "block", "balanced"])
+def test_images_that_are_left_out_change_nothing_of_the_others(shuffle: str) -> None:
+    """Each epoch has the others, as often as if the split had only them; their draws stay, and in an order of all
+    images also their places among each other."""
+    rows = rows_of(97)
+    rows["label"] = np.arange(97) % 3
+    kept = np.random.default_rng(0).random(97) < 0.7
+    config = config_of(12, 4, shuffle=shuffle, block_images=5, window_blocks=3)
+    every, left = MicroBatches(rows, config), MicroBatches(rows, config.replace({"data.exclude": "any"}), kept=kept)
+    number = int(kept.sum())
+    images, _ = left.order.images_at(np.arange(3 * number))
+    assert kept[images].all() and left.order.num_images == number
+    others, _ = every.order.images_at(np.arange(3 * 97))
+    for epoch in range(3):
+        own = images[epoch * number : (epoch + 1) * number]
+        if shuffle == "balanced":
+            assert all(abs(np.count_nonzero(own % 3 == label) - number / 3) < 1 for label in range(3))
+        else:
+            assert sorted(own) == np.flatnonzero(kept).tolist()
+        whole = others[epoch * 97 : (epoch + 1) * 97]
+        assert np.array_equal(own, whole[kept[whole]]) == (shuffle in ("full", "none"))
+    if shuffle == "balanced":  # counts the looks at an image
+        return
+    looks = {}
+    for batch in (every(step, k) for step in range(25) for k in range(3)):
+        for image, position, box, flip in zip(batch.images, batch.positions, batch.boxes, batch.flips, strict=True):
+            looks[int(image), int(position) // 97] = (*box, flip)
+    for batch in (left(step, k) for step in range(15) for k in range(3)):
+        for image, position, box, flip in zip(batch.images, batch.positions, batch.boxes, batch.flips, strict=True):
+            assert looks[int(image), int(position) // number] == (*box, flip)
+    windows = left.order.windows_at(np.arange(number))
+    assert (windows is None) == (shuffle != "block")
+    for window in windows or ():
+        assert kept[left.order.images_in(*window)].all()
+    with pytest.raises(AssertionError, match="must be known"):
+        MicroBatches(rows, config, kept=kept)
+
+
 def test_each_block_is_read_by_one_lane() -> None:
     """1,000 images in blocks of 10, windows of 2, 5 lanes of 200: each lane has 10 whole windows of 20 images."""
     case = Blocks(num_images=1000, block_images=10, window_blocks=2, global_batch=20, micro_batch=4)

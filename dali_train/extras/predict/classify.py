@@ -373,9 +373,10 @@ def logits(model: nn.Module, images: torch.Tensor, data: DataConfig) -> torch.Te
     return weighted_mean([model(view) for view in views_of(images, len(weights))], weights)
 
 
-def batches_of(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
-    """Yield batches of all images of `split`, exactly as an evaluation on the CPU sees them."""
-    numbers = np.arange(len(split))
+def batches_of(split: Split, data: DataConfig, numbers: NDArray[np.int64] | None = None) -> Iterator[torch.Tensor]:
+    """Yield batches of the images of `split` with these `numbers`, (n,), or of all, exactly as an evaluation on the CPU
+    sees them."""
+    numbers = np.arange(len(split)) if numbers is None else numbers
     batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
     pixels = PixelFormat(
         device_id=None, num_threads=data.num_threads or 2, dtype=torch.float32, channels_last=False, pinned=False
