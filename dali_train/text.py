@@ -80,10 +80,11 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def plural(count: int, noun: str) -> str:
-    """Return ``1 class``, ``1,000 classes``."""
+def plural(count: float, noun: str) -> str:
+    """Return ``1 class``, ``1,000 classes``, ``0.5 epochs``."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch", "sh", "x")) else "s"
-    return f"{count:,} {noun}{ending}"
+    return f"{number} {noun}{ending}"
 
 
 def span(least: int, most: int) -> str:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dali_train.config import HooksConfig
-from dali_train.data.dataset.write_index import write_array
 from dali_train.data.dataset.index import map_array
+from dali_train.data.dataset.write_index import write_array
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
@@ -124,7 +124,8 @@ class Ledger(Hook):
                 self._epochs[epoch] = self._found(epoch)
             self._epochs[epoch]["loss"][images[here]] = values[here, 0]
             self._epochs[epoch]["margin"][images[here]] = values[here, 1]
-            write_array(self._path(epoch), self._epochs[epoch])
+        for epoch, array in self._epochs.items():  # with what a full disk did not take the last time
+            write_array(self._path(epoch), array)
         for complete in [epoch for epoch in self._epochs if epoch < epochs.max(initial=0)]:
             del self._epochs[complete]
 

@@ -85,6 +85,15 @@ def until_a_checkpoint(run: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize(("setting", "remedy"), [("run.dir", "--out"), ("data.root", "SOURCE")])
+def test_settings_that_it_chooses_itself(
+    setting: str, remedy: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["fit", str(photos), "--out", str(tmp_path / "out"), f"--{setting}", "other"]) == 2
+    assert f"--{setting} with fit, which " in (error := capsys.readouterr().err) and remedy in error
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("1h30m", 5400), ("90s", 90), ("2 h", 7200)])
 def test_times(text: str, seconds: float) -> None:
     assert _seconds(text) == seconds

@@ -20,12 +20,13 @@ from types import FrameType
 from typing import Any
 
 from dali_train.checkpoint.run_directory import RunDirectory
+from dali_train.config.command_line import read_overrides
 from dali_train.data.dataset.manifest import Manifest, split_folders_among, splits_of_words
 from dali_train.errors import ConfigError, NoDatasetError
 from dali_train.files import ForeignFileError, read_json, write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import FINISHED, START_AGAIN, best_evaluation, decisive, read_status
-from dali_train.text import duration, printable, shell_command
+from dali_train.text import duration, plural, printable, shell_command
 
 _FRACTION = 0.2
 _AFTERWARDS_S = 45.0  # of --for, for mistakes and export, beside an evaluation
@@ -34,6 +35,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MISTAKES = "mistakes.png"  # in RUN
 _LARGEST_NOTE = 1_000_000  # bytes
 _FEW_IMAGES = 5_000
+_NOT_FOR_TRAIN = {
+    "run.dir": "trains in --out: name the directory there",
+    "data.root": "makes the dataset of SOURCE: name images, an index or a dataset there",
+}
+"""Settings that `fit` chooses itself, and what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,9 @@ class Fit:
             raise ConfigError(
                 f"--validation-fraction with {options.source}: a dataset has its splits already, so leave it out"
             )
+        for name in read_overrides(self._overrides):
+            if name in _NOT_FOR_TRAIN:
+                raise ConfigError(f"--{name} with fit, which {_NOT_FOR_TRAIN[name]}")
         asked = {
             "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
             "--validation-fraction": options.validation_fraction,
@@ -170,7 +179,7 @@ class Fit:
     def _summary(self) -> str:
         """Return the last screen: the accuracy, where everything is, and what can be done next."""
         run, out = RunDirectory(self._out), printable(str(self._out))
-        lines = [f"trained {printable(run.config.model.name)} for {run.config.run.epochs:g} epochs"]
+        lines = [f"trained {printable(run.config.model.name)} for {plural(run.config.run.epochs, 'epoch')}"]
         if (best := best_evaluation(run.events, run.config.run.best_by)) is not None:
             of = f"{best['num_images']:,} validation images"
             lines[0] += f": top-1 {decisive(best, 'top1'):.2%} of {of} (step {best['step']})"

@@ -120,7 +120,9 @@ def write_config(
         fitting = min(trial.epochs_in(config, len(split), seconds), 5 * most)
         needed_s = trial.run_s(config, len(split), fitting)
         choice = replace(choice, epochs=fitting, epochs_reason=f"about {duration(needed_s)} on this machine, as tried")
-        message += f"\n{fitting:g} epochs will take about {duration(needed_s)}: {_describe_rate(config, trial.step_s)}"
+        message += (
+            f"\n{plural(fitting, 'epoch')} will take about {duration(needed_s)}: {_describe_rate(config, trial.step_s)}"
+        )
     elif is_here:
         device = torch.device("cpu" if on_cpu else "cuda")
         epoch_s = len(split) * seconds_per_image(config, split.num_classes, device, choice.micro_batch)
@@ -130,7 +132,7 @@ def write_config(
             choice = replace(choice, epochs=fitting, epochs_reason=reason)
         message += (
             f"\nabout {duration(epoch_s)} per epoch on this machine's {'CPU' if on_cpu else 'GPU'}, "
-            f"{duration(choice.epochs * epoch_s)} for {choice.epochs:g} epochs"
+            f"{duration(choice.epochs * epoch_s)} for {plural(choice.epochs, 'epoch')}"
         )
         if on_cpu:
             message += ", with a small network; for a larger one and a GPU, add --gpu-memory GB"
