@@ -1,4 +1,4 @@
-"""Training images that are probably labelled wrongly: `dali-train suspects`."""
+"""Training images whose labels may be wrong: `dali-train suspects`."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ from dali_train.runtime.status import FINISHED
 
 
 def add_suspects_command(commands: Commands) -> None:
-    summary = "Find training images that are probably labelled wrongly, by the ledger of a run with hooks.ledger true."
+    summary = "Find training images whose labels may be wrong, by the ledger of a run with hooks.ledger true."
     suspects = on_runs(commands, "suspects", summary, _suspects)
     suspects.add_argument(
         "--dataset", metavar="DATASET", help="where the run's dataset is now (default: its data.root)"

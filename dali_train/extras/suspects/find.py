@@ -39,7 +39,7 @@ _TILE = 160  # pixels
 
 @dataclass(frozen=True, kw_only=True)
 class Suspect:
-    """A training image whose label is probably wrong."""
+    """A training image whose label may be wrong."""
 
     image: int  # row of the training split's index
     file: str  # empty: not known
@@ -78,11 +78,13 @@ def show_suspects(
     margins = mean_margins(run_dir, split, micro_batches)
     numbers = suspicious(margins)
     known = int(np.isfinite(margins).sum())
-    print(f"{len(numbers):,} of {known:,} images are probably labelled wrongly")
+    print(
+        f"{len(numbers):,} of {known:,} images are suspect: the network took them for another class than their label's"
+    )
     if not len(numbers):
         return []
     if len(numbers) > _MANY * known:
-        print("that is a large part: the network had hardly learned the images, and the list says little")
+        print("that is a large part: the network had not learned the images well, and most of them may be right")
     trained = load_trained(run_dir, checkpoint, weights)
     suspects = _described(trained, split, config, numbers, margins)
     shown = suspects[:count]
