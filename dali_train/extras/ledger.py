@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dali_train.config import HooksConfig
@@ -36,7 +37,7 @@ LEDGER_DTYPE = np.dtype([("loss", "<f2"), ("margin", "<f2")])
 """Of each image of the training split: its cross-entropy, and its class's logit less the largest of another class. NaN:
 the epoch does not have the image, or has not come to it. An image that an epoch has several times (data.repeats,
 data.shuffle balanced) has its last values."""
-_LARGEST = 65504.0  # in float16
+_LARGEST = np.finfo(np.float16).max
 
 
 def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
@@ -44,24 +45,29 @@ def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
     return [Ledger()] if config.ledger else []
 
 
-def losses_and_margins(logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor) -> torch.Tensor:
-    """Return loss and margin of each image against its own label, (n, 2) float16, see `LEDGER_DTYPE`.
+def losses_and_margins(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return loss and margin of each image against its own label, (n, 2) float16, see `LEDGER_DTYPE`; infinite where no
+    class is left to compete, or where float16 is too small.
 
     Args:
         logits: (n, classes), of any float type.
-        targets, lambdas: of the micro-batch, see `Batch`. The class of the partner does not compete if it is mixed in
-            and another one; if no class is left to compete, the margin is NaN.
+        right: (n, 1) the label of each image, or (n, 2) with that of the partner mixed in, which does not compete.
     """
     logits = at_least_float32(logits)
-    own, partner = targets[:, :1], targets[:, 1:]
-    scores = logits.gather(1, own)
-    is_right_too = (partner != own) & (lambdas[:, None] < 1)
-    without_partner = logits.gather(1, partner).masked_fill(is_right_too, -torch.inf)
-    competing = logits.scatter(1, partner, without_partner)
-    losses = competing.logsumexp(dim=1, keepdim=True) - scores
-    margins = scores - competing.scatter(1, own, -torch.inf).amax(dim=1, keepdim=True)
-    margins = margins.masked_fill(margins.isposinf(), torch.nan)
-    return torch.cat([losses, margins], dim=1).clamp(-_LARGEST, _LARGEST).half()
+    own = logits.gather(1, right[:, :1])
+    others = logits.scatter(1, right, -torch.inf)
+    losses = F.softplus(others.logsumexp(dim=1, keepdim=True) - own)  # log(exp(own) + sum of exp(others)) - own
+    margins = own - others.amax(dim=1, keepdim=True)
+    return torch.cat([losses, margins], dim=1).half()
+
+
+def finite(values: NDArray[np.float16]) -> NDArray[np.float16]:
+    """Return losses and margins, (n, 2), as the ledger has them: the largest number for an infinite one, and NaN for
+    the margin where no class was left to compete."""
+    values = np.clip(values, -_LARGEST, _LARGEST)
+    margins = values[:, 1]
+    margins[margins == _LARGEST] = np.nan
+    return values
 
 
 class Ledger(Hook):
@@ -81,14 +87,15 @@ class Ledger(Hook):
         record.observers.append(self._observe)
 
     def _observe(self, batch: Batch, logits: torch.Tensor) -> None:
-        self._on_device.append(losses_and_margins(logits, batch.targets, batch.lambdas))
+        right = batch.targets if batch.micro_batch.is_mixed else batch.targets[:, :1]
+        self._on_device.append(losses_and_margins(logits, right))
         self._positions.append(batch.micro_batch.positions)
         self._images.append(batch.micro_batch.images)
 
     def measure(self) -> Mapping[str, float]:
         """Copy to the host, which has waited for the device."""
         if self._on_device:
-            self._on_host.append(torch.cat(self._on_device).cpu().numpy())
+            self._on_host.append(finite(torch.cat(self._on_device).cpu().numpy()))
             self._on_device.clear()
         return {}
 

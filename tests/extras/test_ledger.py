@@ -11,32 +11,31 @@ from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
-from dali_train.extras.ledger import LEDGER_DTYPE, ledger_files, losses_and_margins, read_epoch, shares
+from dali_train.extras.ledger import LEDGER_DTYPE, finite, ledger_files, losses_and_margins, read_epoch, shares
 from tests.conftest import Train
 from tests.helpers import events, words
 
 
 def test_the_partners_class_does_not_compete() -> None:
-    logits = torch.tensor([[2.0, 3.0, 1.0, 0.0]] * 4)
-    targets = torch.tensor([[0, 0], [0, 1], [0, 1], [1, 2]])
-    lambdas = torch.tensor([1.0, 1.0, 0.6, 0.6])
-    values = losses_and_margins(logits, targets, lambdas)
+    logits = torch.tensor([[2.0, 3.0, 1.0, 0.0]] * 3)
     everything = torch.logsumexp(logits[0], 0)
     without_1 = torch.logsumexp(logits[0, [0, 2, 3]], 0)
     without_2 = torch.logsumexp(logits[0, [0, 1, 3]], 0)
-    expected = [[everything - 2, -1], [everything - 2, -1], [without_1 - 2, 1], [without_2 - 3, 1]]
-    assert values.dtype == torch.float16
-    np.testing.assert_allclose(values.double(), np.array(expected, np.float64), atol=1e-3)
+    alone = losses_and_margins(logits, torch.tensor([[0], [1], [3]]))
+    expected = [[everything - 2, -1], [everything - 3, 1], [everything, -3]]
+    np.testing.assert_allclose(finite(alone.numpy()).astype(float), np.array(expected, np.float64), atol=1e-3)
+    mixed = losses_and_margins(logits, torch.tensor([[0, 1], [1, 2], [3, 3]]))
+    expected = [[without_1 - 2, 1], [without_2 - 3, 1], [everything, -3]]
+    np.testing.assert_allclose(finite(mixed.numpy()).astype(float), np.array(expected, np.float64), atol=1e-3)
 
 
 def test_values_that_say_nothing() -> None:
     """Of two classes that are both right there is no margin; what float16 cannot hold is its largest number."""
-    mixed = losses_and_margins(torch.tensor([[1.0, 2.0]]), torch.tensor([[0, 1]]), torch.tensor([0.5]))
-    assert mixed[0, 0] == 0 and mixed[0, 1].isnan()
-    far = losses_and_margins(torch.tensor([[0.0, 1e6]]), torch.tensor([[0, 0]]), torch.tensor([1.0]))
-    assert far.tolist() == [[65504, -65504]]
-    broken = losses_and_margins(torch.tensor([[math.nan, 0.0]]), torch.tensor([[0, 0]]), torch.tensor([1.0]))
-    assert broken.isnan().all()
+    logits = torch.tensor([[1.0, 2.0], [0.0, 1e6], [math.nan, 0.0]])
+    (mixed, far, broken) = finite(losses_and_margins(logits, torch.tensor([[0, 1], [0, 0], [0, 0]])).numpy())
+    assert mixed[0] == 0 and np.isnan(mixed[1])
+    assert far.tolist() == [65504, -65504]
+    assert np.isnan(broken).all()
 
 
 PLAIN = words(
