@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -243,11 +244,7 @@ def write_report(options: argparse.Namespace, report: Path, results: Results) ->
     report.parent.mkdir(parents=True, exist_ok=True)
     header = f"{describe_machine()}\ncommit {git_commit(REPOSITORY)}{', a rehearsal' if options.quick else ''}"
     if options.device == "cuda":
-        query = (
-            "nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm --format=csv,noheader"
-        )
-        described = subprocess.run(shlex.split(query), capture_output=True, text=True, check=False)
-        header += f"\n{described.stdout.strip()}\nCUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        header += f"\n{_described_by_driver()}\nCUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     write_lines(report.with_suffix(".jsonl"), [{"header": header}, *results.values()])
     states = [f"| {name} | {line['state']} | {line['seconds']:.0f} |" for name, line in results.items()]
     text = [f"# {report.stem}", header, "\n".join(goal_table(results, rehearsal=options.quick))]
@@ -255,6 +252,15 @@ def write_report(options: argparse.Namespace, report: Path, results: Results) ->
     for name, line in results.items():
         text += [f"## {name}", indented(line["command"]), indented(line["output"])]
     report.write_text("\n\n".join(filter(None, text)) + "\n")
+
+
+def _described_by_driver() -> str:
+    """Return name, driver, memory, power and clock of each GPU; in a container without nvidia-smi the name alone."""
+    fields = "name,driver_version,memory.total,power.limit,clocks.max.sm"
+    if shutil.which("nvidia-smi") is None:
+        return f"{torch.cuda.get_device_name()}, no nvidia-smi here"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def report_path(options: argparse.Namespace) -> Path:
