@@ -105,11 +105,11 @@ def on_fake(config_file: Path, tmp_path: Path) -> RunOnFake:
 
 @pytest.fixture(scope="session")
 def on_cpu(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``on_cpu("--section.field", "value")`` is the directory of such a run of one process on the CPU, of which there
-    is one for all tests. It is only read."""
+    """``on_cpu("--section.field", "value")`` is the directory of such a run on the CPU, of which there is one for all
+    tests. It is only read."""
     runs: dict[tuple[str, ...], Path] = {}
 
-    def run(*options: str, config: Path = config_file) -> Path:
+    def run(*options: str, config: Path = config_file, ranks: int = 1) -> Path:
         if options not in runs:
             directory = tmp_path_factory.mktemp("cpu")
             words = [
@@ -122,8 +122,8 @@ def on_cpu(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
                 "cpu",
                 *options,
             ]
-            statuses = POOL.run(1, command, words, log=directory / "log")
-            assert statuses == [0], (directory / "log").read_text()
+            statuses = POOL.run(ranks, command, words, log=directory / "log")
+            assert set(statuses) == {0}, (directory / "log").read_text()
             runs[options] = directory / "run"
         return runs[options]
 

@@ -96,6 +96,7 @@ def _where() -> str:
 def _fake() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
     library.fake_faults.restype = ctypes.c_char_p
+    library.fake_launches.restype = ctypes.c_size_t
     library.fake_complete.argtypes = [ctypes.c_void_p]
     library.fake_spoil.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     return library
@@ -139,13 +140,15 @@ class OnHost(TorchDispatchMode):
         device = _device(inputs)
         if func in _EMPTY:
             return _spoiled(func(*args, **kwargs))
-        if device is None or func in _REAL or func.is_view or func.namespace in ("c10d", "symm_mem"):
+        if device is None or func.is_view or func.namespace in ("c10d", "symm_mem"):
             return func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             args, kwargs = tree_unflatten([_contiguous(one) for one in inputs], structure)
             return func(*args, **kwargs)
-        if _is_plain_copy(func, args, kwargs):
-            return func(*args, **kwargs)
+        if func in _REAL or _is_plain_copy(func, args, kwargs):
+            return _without_kernels(func, args, kwargs)
+        if func in (_aten.copy_.default, _aten._to_copy.default) and _leaves_device(func, args, kwargs):
+            return _without_kernels(func, *self._staged(func, args, kwargs))
         if func in _WAITING or (func in _INDEXING and any(one.dtype in _MASKS for one in args[1] if one is not None)):
             self._watch.add(str(func).encode(), 0)
             _complete(device)
@@ -158,6 +161,19 @@ class OnHost(TorchDispatchMode):
         with self._drawing(before, generator):
             _copy_values(_computed(func, inputs, structure), result)
         return result
+
+    def _staged(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a plain copy to the host, from a tensor of the target's layout and dtype.
+
+        As torch does: a kernel makes that tensor on the device, and the copy, which may be late, is from there.
+        """
+        with self:
+            if func is _aten.copy_.default:
+                target, source, *others = args
+                staged = torch.empty_like(target, device=source.device)
+                return (target, staged.copy_(source), *others), kwargs
+            staged = func(*args, **{**kwargs, "device": args[0].device, "non_blocking": False})
+        return (staged,), {"device": kwargs["device"], "non_blocking": kwargs.get("non_blocking", False)}
 
     @contextmanager
     def _drawing(self, before: tuple[int, int], generator: torch.Generator | None) -> Iterator[None]:
@@ -188,17 +204,37 @@ def _device(inputs: list[Any]) -> torch.device | None:
     return None
 
 
+def _without_kernels(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call what the fake does itself. A kernel in it would leave its memory as it was, with any values."""
+    before = _fake().fake_launches()
+    result = func(*args, **kwargs)
+    assert _fake().fake_launches() == before, f"{func} has launched a kernel, which nobody computes"
+    return result
+
+
 def _is_plain_copy(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether this copies bytes between host and device, which the fake does, as late as CUDA may."""
+    """Return whether this copies bytes between host and device, which the fake does, as late as CUDA may.
+
+    Between other layouts or dtypes torch queues a kernel beside the copy, which nothing would compute.
+    """
     if func is _aten.copy_.default:
         target, source = args[:2]
-        same = target.dtype == source.dtype and target.is_contiguous() and target.shape == source.shape
-        return same and source.is_contiguous() and target.device.type != source.device.type
+        same = target.dtype == source.dtype and target.shape == source.shape and target.stride() == source.stride()
+        return same and _aten.is_non_overlapping_and_dense.default(source) and target.device.type != source.device.type
     if func is _aten._to_copy.default:
         source, device = args[0], torch.device(kwargs.get("device") or args[0].device)
+        layout = kwargs.get("memory_format") or torch.preserve_format
         same = (kwargs.get("dtype") or source.dtype) == source.dtype
-        return same and source.is_contiguous() and device.type != source.device.type
+        same &= layout is torch.preserve_format or source.is_contiguous(memory_format=layout)
+        return same and _aten.is_non_overlapping_and_dense.default(source) and device.type != source.device.type
     return False
+
+
+def _leaves_device(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a copy is from the device to the host."""
+    if func is _aten.copy_.default:
+        return bool(args[1].is_cuda and args[0].is_cpu)
+    return bool(args[0].is_cuda and torch.device(kwargs.get("device") or args[0].device).type == "cpu")
 
 
 def _state(generator: torch.Generator | None) -> tuple[int, int]:

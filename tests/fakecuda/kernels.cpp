@@ -4,7 +4,6 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -41,14 +40,12 @@ API cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0, *greatest = -5; return cudaSuccess; }
-API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; }
-API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-API cudaError_t cudaProfilerStart() { return cudaSuccess; }
-API cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 // ----------------------------------------------------------------------------------------------------------- kernels
 
 namespace {
+
+thread_local size_t launches = 0;
 
 // Kernels of Triton and CUTLASS have no function on the host: any address names them.
 void* any_kernel() { static char kernel; return &kernel; }
@@ -58,11 +55,14 @@ cudaError_t launch(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
   if (threads == 0 || threads > 1024 || block.z > 64 || grid.x == 0 || grid.y == 0 || grid.z == 0 ||
       grid.x > 0x7FFFFFFF || grid.y > 65535 || grid.z > 65535 || shared > 232448)
     return failed(cudaErrorInvalidConfiguration);
+  launches++;
   submit(stream_of(stream));
   return cudaSuccess;
 }
 
 }  // namespace
+
+API size_t fake_launches() { return launches; }  // for device.py
 
 int attribute(int which) {
   switch (which) {  // an H100 SXM
@@ -119,9 +119,6 @@ API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**, 
 API cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
   return launch(grid, block, shared, stream);
 }
-API cudaError_t cudaLaunchCooperativeKernel(const void*, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
-  return launch(grid, block, shared, stream);
-}
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void*, void**) {
   return launch(c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream);
 }
@@ -131,42 +128,11 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   return cudaSuccess;
 }
 API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-API cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return cudaSuccess; }
-API cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cudaJitOption*, void**, unsigned, cudaLibraryOption*, void**, unsigned) {
-  *library = reinterpret_cast<cudaLibrary_t>(1);
-  return cudaSuccess;
-}
-API cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char*) { *kernel = cudaKernel_t(any_kernel()); return cudaSuccess; }
-API cudaError_t cudaLibraryUnload(cudaLibrary_t) { return cudaSuccess; }
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int threads, size_t, unsigned) {
-  *blocks = std::max(1, 2048 / std::max(32, threads));
-  return cudaSuccess;
-}
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* host, int threads, size_t shared) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, host, threads, shared, 0);
-}
 API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
   *function = dlsym(RTLD_DEFAULT, name);
   if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
-
-// ----------------------------------------------------------------------------------------------------------- refused
-
-#define REFUSED(name, ...) API cudaError_t name(__VA_ARGS__) { return failed(cudaErrorNotSupported); }
-REFUSED(cudaDeviceGetDefaultMemPool, cudaMemPool_t*, int)
-REFUSED(cudaMemPoolGetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
-REFUSED(cudaMemPoolSetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
-REFUSED(cudaMemPoolSetAccess, cudaMemPool_t, const cudaMemAccessDesc*, size_t)
-REFUSED(cudaMemPoolTrimTo, cudaMemPool_t, size_t)
-REFUSED(cudaIpcCloseMemHandle, void*)
-REFUSED(cudaIpcGetEventHandle, cudaIpcEventHandle_t*, cudaEvent_t)
-REFUSED(cudaIpcGetMemHandle, cudaIpcMemHandle_t*, void*)
-REFUSED(cudaIpcOpenEventHandle, cudaEvent_t*, cudaIpcEventHandle_t)
-REFUSED(cudaIpcOpenMemHandle, void**, cudaIpcMemHandle_t, unsigned)
-REFUSED(cudaGraphConditionalHandleCreate, cudaGraphConditionalHandle*, cudaGraph_t, unsigned, unsigned)
-
-// ------------------------------------------------------------------------------------------------------------ driver
 
 // --------------------------------------------------------------------------------------------- the driver, for Triton
 
@@ -185,18 +151,13 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
 }
 API CUresult cuCtxGetCurrent(CUcontext* context) { *context = reinterpret_cast<CUcontext>(uintptr_t(current_device) + 1); return CUDA_SUCCESS; }
 API CUresult cuCtxSetCurrent(CUcontext context) { current_device = int(uintptr_t(context)) - 1; return CUDA_SUCCESS; }
-API CUresult cuCtxGetDevice(CUdevice* device) { *device = current_device; return CUDA_SUCCESS; }
-API CUresult cuCtxGetLimit(size_t* value, CUlimit) { *value = 1 << 20; return CUDA_SUCCESS; }
-API CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
 API CUresult cuGetErrorString(CUresult, const char** text) { *text = "an error of the fake CUDA driver"; return CUDA_SUCCESS; }
 API CUresult cuPointerGetAttribute(void* answer, CUpointer_attribute, CUdeviceptr pointer) {
   if (kind_of((void*)pointer) == PAGEABLE) return CUDA_ERROR_INVALID_VALUE;
   *static_cast<CUdeviceptr*>(answer) = pointer;
   return CUDA_SUCCESS;
 }
-API CUresult cuPointerGetAttributes(unsigned, CUpointer_attribute*, void**, CUdeviceptr) { return CUDA_ERROR_NOT_SUPPORTED; }
 API CUresult cuModuleLoadData(CUmodule* module, const void*) { *module = reinterpret_cast<CUmodule>(1); return CUDA_SUCCESS; }
-API CUresult cuModuleLoadDataEx(CUmodule* module, const void*, unsigned, CUjit_option*, void**) { *module = reinterpret_cast<CUmodule>(1); return CUDA_SUCCESS; }
 API CUresult cuModuleLoad(CUmodule* module, const char*) { *module = reinterpret_cast<CUmodule>(1); return CUDA_SUCCESS; }
 API CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 API CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) { *function = CUfunction(any_kernel()); return CUDA_SUCCESS; }
@@ -205,7 +166,6 @@ API CUresult cuFuncGetAttribute(int* value, CUfunction_attribute which, CUfuncti
   return CUDA_SUCCESS;
 }
 API CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
-API CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 API CUresult cuLaunchKernel(CUfunction, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                             unsigned shared, CUstream stream, void**, void**) {
   return CUresult(launch({gx, gy, gz}, {bx, by, bz}, shared, stream));
@@ -214,21 +174,6 @@ API CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction, void**, void*
   return CUresult(launch({c->gridDimX, c->gridDimY, c->gridDimZ}, {c->blockDimX, c->blockDimY, c->blockDimZ},
                          c->sharedMemBytes, c->hStream));
 }
-API CUresult cuLaunchCooperativeKernel(CUfunction, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                                       unsigned bz, unsigned shared, CUstream stream, void**) {
-  return CUresult(launch({gx, gy, gz}, {bx, by, bz}, shared, stream));
-}
-API CUresult cuOccupancyMaxActiveClusters(int* count, CUfunction, const CUlaunchConfig*) { *count = 66; return CUDA_SUCCESS; }
-API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int threads, size_t) {
-  *blocks = std::max(1, 2048 / std::max(32, threads));
-  return CUDA_SUCCESS;
-}
-API CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                                    const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill) { return CUDA_SUCCESS; }
-API CUresult cuLinkCreate_v2(unsigned, CUjit_option*, void**, CUlinkState*) { return CUDA_ERROR_NOT_SUPPORTED; }
-API CUresult cuLinkAddData_v2(CUlinkState, CUjitInputType, void*, size_t, const char*, unsigned, CUjit_option*, void**) { return CUDA_ERROR_NOT_SUPPORTED; }
-API CUresult cuLinkComplete(CUlinkState, void**, size_t*) { return CUDA_ERROR_NOT_SUPPORTED; }
 
 // ------------------------------------------------- cuBLAS: no-ops; of their arguments only those used here are declared
 
@@ -241,7 +186,6 @@ API int cublasSetMathMode(Handle* handle, int mode) { handle->math = mode; retur
 API int cublasGetMathMode(Handle* handle, int* mode) { *mode = handle->math; return 0; }
 API int cublasSetPointerMode_v2(Handle* handle, int mode) { handle->pointers = mode; return 0; }
 API int cublasGetPointerMode_v2(Handle* handle, int* mode) { *mode = handle->pointers; return 0; }
-API int cublasSetSmCountTarget(Handle*) { return 0; }
 #define PRODUCT(name) API int name(Handle* handle) { submit(stream_of(handle->stream)); return 0; }
 PRODUCT(cublasSgemm_v2)
 PRODUCT(cublasDgemm_v2)

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +24,7 @@ using ncclRedOp_t = int;
 using ncclConfig_t = void;
 enum { ncclSuccess = 0, ncclInvalidArgument = 4, ncclInvalidUsage = 5 };
 enum { ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64, ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16 };
-enum { ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg, ncclNumOps };
+enum { ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg };
 struct ncclUniqueId { char internal[128]; };
 typedef struct ncclComm* ncclComm_t;
 
@@ -38,7 +37,6 @@ struct ncclComm {
 };
 namespace {
 
-auto& factors = *new std::map<int, double>;  // of PreMulSum, by operation
 const int PATIENCE_S = 60;
 
 void put(const std::string& path, const std::string& content) {
@@ -125,11 +123,10 @@ void set(char* at, double value, ncclDataType_t type) {
 }
 void reduce(const std::vector<std::string>& all, size_t first, size_t count, ncclDataType_t type, int op, char* result) {
   size_t width = size_of(type);
-  double factor = factors.count(op) ? factors[op] : 1;
   for (size_t i = 0; i < count; i++) {
-    double total = factor * get(&all[0][(first + i) * width], type);
+    double total = get(&all[0][(first + i) * width], type);
     for (size_t rank = 1; rank < all.size(); rank++) {
-      double value = factor * get(&all[rank][(first + i) * width], type);
+      double value = get(&all[rank][(first + i) * width], type);
       total = op == ncclProd ? total * value : op == ncclMax ? std::max(total, value) : op == ncclMin ? std::min(total, value) : total + value;
     }
     set(result + i * width, op == ncclAvg ? total / all.size() : total, type);
@@ -179,13 +176,6 @@ API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId
   taken(*comm, give(*comm, "ncclCommInitRank", "", 0), "ncclCommInitRank");
   return ncclSuccess;
 }
-API ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) {
-  return ncclCommInitRankConfig(comm, size, id, rank, nullptr);
-}
-API ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int, ncclUniqueId* ids,
-                                          ncclConfig_t*) {
-  return ncclCommInitRankConfig(comm, size, ids[0], rank, nullptr);
-}
 API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* result, ncclConfig_t*) {
   int mine[2] = {color, key};
   uint64_t number = give(comm, "ncclCommSplit", mine, sizeof mine);
@@ -206,8 +196,6 @@ API ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* 
   *result = new ncclComm{directory, rank, int(members.size()), comm->device};
   return ncclSuccess;
 }
-API ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) { *count = comm->size; return ncclSuccess; }
-API ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
 API ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 API ncclResult_t ncclCommDestroy(ncclComm_t) { return ncclSuccess; }  // others may still read its last files
 API ncclResult_t ncclCommAbort(ncclComm_t) { return ncclSuccess; }
@@ -216,32 +204,15 @@ API const char* ncclGetErrorString(ncclResult_t) { return "an error of the fake 
 API const char* ncclGetLastError(ncclComm_t) { return ""; }
 API ncclResult_t ncclCommRegister(const ncclComm_t, void*, size_t, void** handle) { *handle = nullptr; return ncclSuccess; }
 API ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
-API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t type, int, ncclComm_t) {
-  static std::atomic<int> next{ncclNumOps};
-  Guard guard(lock);
-  *op = ncclRedOp_t(next++), factors[*op] = get(static_cast<char*>(scalar), type);
-  return ncclSuccess;
-}
-API ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
 // A group changes nothing: what a call gives is written at once, and what it takes is awaited later.
 API ncclResult_t ncclGroupStart() { return ncclSuccess; }
 API ncclResult_t ncclGroupEnd() { return ncclSuccess; }
 
 API ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {
-  std::string what = "ncclAllReduce of " + numbers(count, type);
-  if (op < ncclNumOps) what += " by operation " + std::to_string(op);
+  std::string what = "ncclAllReduce of " + numbers(count, type) + " by operation " + std::to_string(op);
   size_t bytes = count * size_of(type);
   return collective(comm, what, from, bytes, to, bytes, stream, [=](auto& all) {
-    reduce(all, 0, count, type, op, static_cast<char*>(to));
-  });
-}
-API ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
-                            ncclComm_t comm, cudaStream_t stream) {
-  std::string what = "ncclReduce of " + numbers(count, type) + " to rank " + std::to_string(root);
-  size_t bytes = count * size_of(type);
-  void* target = comm->rank == root ? to : nullptr;
-  return collective(comm, what, from, bytes, target, bytes, stream, [=](auto& all) {
     reduce(all, 0, count, type, op, static_cast<char*>(to));
   });
 }

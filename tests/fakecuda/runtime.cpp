@@ -312,8 +312,6 @@ API cudaError_t cudaFree(void* pointer) {
   know_all();  // it waits; its caller holds the allocator's lock, so nobody is told
   return release(pointer) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
-API cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
-API cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
 API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
   if (breaks_capture("cudaHostAlloc")) return failed(cudaErrorStreamCaptureUnsupported);
   *pointer = reserve(bytes, PINNED);
@@ -322,16 +320,6 @@ API cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
 API cudaError_t cudaFreeHost(void* pointer) {
   know_all();
   return !pointer || release(pointer) ? cudaSuccess : failed(cudaErrorInvalidValue);
-}
-API cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
-  Guard guard(lock);
-  blocks[uintptr_t(pointer)] = {bytes, PINNED, current_device};
-  return cudaSuccess;
-}
-API cudaError_t cudaHostUnregister(void* pointer) {
-  know_all();
-  Guard guard(lock);
-  return blocks.erase(uintptr_t(pointer)) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = MEMORY, *free = MEMORY - used[current_device];
@@ -355,19 +343,6 @@ API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMe
 API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   return copy(to, from, bytes, stream_of(nullptr), true);
 }
-API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
-                                  cudaMemcpyKind, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  for (size_t row = 0; row < height && error == cudaSuccess; row++)
-    error = copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width,
-                 stream_of(stream), false);
-  return error;
-}
-API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
-  return copy(to, from, bytes, stream_of(stream), false);
-}
-API cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
-API cudaError_t cudaGetSymbolAddress(void** address, const void*) { return cudaMalloc(address, 4096); }
 API cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
   check_range(pointer, bytes, "cudaMemset");
   submit(stream_of(stream), [=] { if (moves) fill(pointer, value, bytes); });
@@ -385,10 +360,6 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int
   *stream = reinterpret_cast<cudaStream_t>(made);
   return cudaSuccess;
 }
-API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  return cudaStreamCreateWithPriority(stream, flags, 0);
-}
-API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   *priority = stream_of(stream)->priority;
@@ -422,7 +393,6 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   *event = reinterpret_cast<cudaEvent_t>(made);
   return cudaSuccess;
 }
-API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }  // waits in queues may refer to it
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t recorded, cudaStream_t stream, unsigned) {
   Guard guard(lock);
@@ -460,10 +430,6 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
   submit(stream_of(stream), [=] { function(data); });
   return cudaSuccess;
 }
-API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
-  submit(stream_of(stream), [=] { function(stream, cudaSuccess, data); });
-  return cudaSuccess;
-}
 
 API cudaError_t cudaDeviceSynchronize() {
   if (breaks_capture("cudaDeviceSynchronize")) return failed(cudaErrorStreamCaptureUnsupported);
@@ -496,10 +462,6 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMod
   which->capture = new Graph, which->mode = mode, which->capture_id = ids++;
   return cudaSuccess;
 }
-API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*,
-                                              size_t, cudaStreamCaptureMode mode) {
-  return cudaStreamBeginCapture(stream, mode);
-}
 API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* result) {
   Guard guard(lock);
   Graph* graph = stream_of(stream)->capture;
@@ -525,7 +487,6 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureS
   if (count) *count = 0;
   return cudaSuccess;
 }
-API cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, unsigned) { return cudaSuccess; }
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
   *exec = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
   return cudaSuccess;
@@ -540,10 +501,3 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, siz
 }
 API cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
-API cudaError_t cudaGraphAddNode(cudaGraphNode_t*, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, cudaGraphNodeParams*) { return cudaSuccess; }
-API cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t* count) { *count = 0; return cudaSuccess; }
-API cudaError_t cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned) { return cudaSuccess; }
-API cudaError_t cudaUserObjectCreate(cudaUserObject_t*, void*, cudaHostFn_t, unsigned, unsigned) { return cudaSuccess; }
-API cudaError_t cudaUserObjectRelease(cudaUserObject_t, unsigned) { return cudaSuccess; }
-API cudaError_t cudaDeviceGetGraphMemAttribute(int, cudaGraphMemAttributeType, void* value) { *static_cast<uint64_t*>(value) = 0; return cudaSuccess; }
-API cudaError_t cudaDeviceSetGraphMemAttribute(int, cudaGraphMemAttributeType, void*) { return cudaSuccess; }

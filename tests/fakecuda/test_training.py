@@ -3,6 +3,7 @@ without a wait of the host inside a step."""
 
 from collections.abc import Callable, Set
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize
 from dali_train.runtime.launch import Launch
 from tests.fakecuda.conftest import FakeRun, RunOnFake
-from tests.fakecuda.device import OnHost, Watch
+from tests.fakecuda.device import OnHost, Watch, without_values
+from tests.fakecuda.jobs import kernels
 from tests.helpers import (
     BF16_ALL_REDUCE,
     CONVOLUTIONAL,
@@ -36,11 +38,12 @@ from tests.parallel.test_parallel import INTERLEAVED, OPTIONS, SEQUENCE
 from tests.ranks import POOL
 from tests.test_exactness import AUGMENTED, BATCH_NORM, BLOCK_ORDER, IN_BLOCKS, REPEATED, VIT5_WITH_MUON
 from tests.test_exactness_table import COMPARED, settings
+from tests.training.test_noise_scale import ONE_MEASUREMENT
 from tests.training.test_optimizers import TIMM
 
 OnCpu = Callable[..., Path]
 
-THREE_STEPS = words("--run.max_steps 3 --precision.dtype fp64 --run.eval_every_epochs none")
+THREE_STEPS = words("--run.max_steps 3 --batch.micro_batch 16 --precision.dtype fp64 --run.eval_every_epochs none")
 # Two micro-batches a rank on four ranks, five of them, and evaluations of a moving average.
 SPLIT = (*OPTIONS, *words("--precision.dtype fp64 --model.kwargs.depth 4 --run.max_steps 2 --batch.global_batch 20"))
 
@@ -51,6 +54,8 @@ ALONE = {
     "vit5-with-muon": (*VIT5_WITH_MUON, *THREE_STEPS),
     "recomputing": (*REGULARISED, *FAST_UNCOMPILED, *BLOCK_ORDER, *BF16_ALL_REDUCE, *THREE_STEPS),
     "selective": (*THREE_STEPS, "--model.activation_checkpointing", "selective"),
+    "rope": (*THREE_STEPS, *words("--model.name vit_small_patch16_rope_mixed_224")),
+    "noise-scale": ONE_MEASUREMENT,
     "split": SPLIT,
 } | {name: (*THREE_STEPS, "--optimizer.name", name) for name in TIMM}
 # DDP reads its own timers, of its first ten all-reduces.
@@ -84,7 +89,13 @@ def check(run: FakeRun, expected: Path, *, waits: Set[str] = frozenset(), signs:
     assert set(run.waits()) <= waits, "the host waited inside a step after the first"
     assert samples(run.directory) == samples(expected)
     assert losses(run.directory) == pytest.approx(losses(expected), rel=1e-12)
+    assert noise_scales(run.directory) == pytest.approx(noise_scales(expected), rel=1e-9)
     assert signs or state_difference(expected, run.directory) < FLOAT64_BOUND
+
+
+def noise_scales(directory: Path) -> list[float]:
+    """Return those that are known: not of a step whose gradient is lost in the noise."""
+    return [event["noise_scale"] for event in events(directory, "train") if event.get("noise_scale") is not None]
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -93,6 +104,7 @@ def test_a_setting_computes_what_a_cpu_does(name: str, on_fake: RunOnFake, on_cp
     # timm's NovoGrad asks the device whether its state is still zero, for each parameter.
     waits = {"training/precision.py step"} if name == "novograd" else set[str]()
     check(run, expected, waits=waits, signs=name in ("lion", "novograd"))
+    assert name != "noise-scale" or noise_scales(expected)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -104,30 +116,41 @@ def test_a_layout_computes_what_one_process_does(name: str, on_fake: RunOnFake, 
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12) and ours["ema_top1"] == theirs["ema_top1"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_batch_norm(ranks: int, on_fake: RunOnFake, on_cpu: OnCpu, config_file: Path) -> None:
-    options, config = (*THREE_STEPS, *BATCH_NORM), extended(config_file, CONVOLUTIONAL)
+CONVOLUTIONS = {
+    "alone": (1, BATCH_NORM),
+    "ddp-2": (2, BATCH_NORM),
+    "blurred": (1, words("--model.name dali_resnet50_blur --model.kwargs.layers [1,1,1,1] --run.max_steps 1")),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name: str, on_fake: RunOnFake, on_cpu: OnCpu, config_file: Path) -> None:
+    ranks, model = CONVOLUTIONS[name]
+    options, config = (*THREE_STEPS, *model), extended(config_file, CONVOLUTIONAL)
     run = on_fake("run", *options, ranks=ranks, config=config)
     check(run, on_cpu(*options, config=config), waits=DDP if ranks > 1 else frozenset())
 
 
+# Ranks, options, and the largest difference of a loss to the CPU's, which rounds elsewhere.
 PRECISIONS = {
-    "fp32": "--precision.dtype fp32",
-    "fp16": "--precision.dtype fp16 --precision.initial_scale 1e6",
-    "bf16": "--precision.dtype bf16 --model.fast_norm true --model.channels_last true",
-    "pure-bf16": "--precision.dtype bf16 --precision.autocast false",
+    "fp32": (1, "--precision.dtype fp32", 1e-5),
+    "fp16": (1, "--precision.dtype fp16 --precision.initial_scale 1e6", 1e-3),
+    "bf16": (1, "--precision.dtype bf16 --model.fast_norm true --model.channels_last true", 1e-3),
+    "bf16-tensor": (2, "--precision.dtype bf16 --parallel.tensor.size 2", 1e-3),
+    "pure-bf16": (1, "--precision.dtype bf16 --precision.autocast false", 5e-3),
 }
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_precision(name: str, on_fake: RunOnFake, on_cpu: OnCpu) -> None:
     """Also fp16's first steps, which overflow and are undone on the device."""
-    options = words(f"{PRECISIONS[name]} --run.max_steps 4 --run.eval_every_epochs none --run.checkpoint_every_steps 9")
-    run = on_fake("run", *options)
-    ours, theirs = (events(directory, "train") for directory in (run.directory, on_cpu(*options)))
+    ranks, precision, bound = PRECISIONS[name]
+    options = words(f"{precision} --run.max_steps 4 --run.eval_every_epochs none --run.checkpoint_every_steps 9")
+    run, expected = on_fake("run", *options, ranks=ranks), on_cpu(*options, ranks=ranks)
+    ours, theirs = events(run.directory, "train"), events(expected, "train")
     # The state that an overflow in the first steps has made is discarded, for which the host asks.
     assert not run.faults and set(run.waits()) <= ({"training/precision.py _step_or_undo"} if name == "fp16" else set())
-    assert [event["loss"] for event in ours] == pytest.approx([event["loss"] for event in theirs], rel=2e-2)
+    assert [event["loss"] for event in ours] == pytest.approx([event["loss"] for event in theirs], rel=bound)
     assert [event["skipped_steps"] for event in ours] == [event["skipped_steps"] for event in theirs]
     assert name != "fp16" or ours[-1]["skipped_steps"] > 0
 
@@ -179,6 +202,35 @@ def test_ddp_reads_its_timers_in_its_first_passes_only(tmp_path: Path) -> None:
     """By default also those of each hundredth pass, for which the host waits."""
     statuses = POOL.run(2, pass_through_ddp, 203, log=tmp_path / "log")
     assert statuses == [0, 0], (tmp_path / "log").read_text()
+
+
+# What is called while a graph is captured, and what is said of it.
+CAPTURED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "nothing": (lambda loss: None, ""),
+    "a value read": (torch.Tensor.item, "cudaStreamSynchronize while a graph is captured"),
+    "the device awaited": (lambda loss: torch.cuda.synchronize(), "cudaDeviceSynchronize while a graph is captured"),
+    "a copy to pageable memory": (torch.Tensor.cpu, "Cannot copy between CPU and CUDA tensors during CUDA graph"),
+}
+
+
+def capture(name: str) -> None:
+    device, watch = torch.device("cuda", 0), Watch()
+    with kernels(values=False), without_values():
+        model = nn.Linear(2, 2).to(device)
+        images = torch.ones(1, 2, device=device)
+        model(images).sum().backward()  # cuBLAS's handle, and the gradients
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            loss = model(images).sum()
+            loss.backward()
+            CAPTURED[name][0](loss)
+    assert not watch.faults
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_graph_is_captured_by_cudas_rules(name: str, tmp_path: Path) -> None:
+    statuses = POOL.run(1, capture, name, log=tmp_path / "log")
+    refused = CAPTURED[name][1]
+    assert statuses == [int(bool(refused))] and refused in (tmp_path / "log").read_text()
 
 
 def test_all_settings_of_the_table_are_here() -> None:

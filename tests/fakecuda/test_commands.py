@@ -1,0 +1,44 @@
+"""Commands for a machine with GPUs, on a fake one, where nothing of DALI runs on a GPU: they say so, and go on."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+from tests.fakecuda import jobs
+from tests.ranks import POOL
+from tests.test_bench import gpu_options
+from tools.bench import gpu
+
+STARTED = Path(__file__).parent / "started"
+
+
+def test_doctor_finds_the_gpu_and_what_dali_lacks(config_file: Path, tmp_path: Path) -> None:
+    words = ["doctor", "--config", str(config_file), "--run.dir", str(tmp_path / "run"), "--data.device", "cpu"]
+    doctor = partial(jobs.watched, values=False)
+    assert POOL.run(1, doctor, words, tmp_path / "report", log=tmp_path / "log") == [1]
+    output = (tmp_path / "log").read_text()
+    findings = {line[6:22].strip(): line[:4] for line in output.splitlines() if line[:4] in ("pass", "warn", "fail")}
+    assert {name for name, verdict in findings.items() if verdict == "fail"} == {"decode on GPU", "hw decoder"}, output
+    assert findings["gpu"] == findings["matrix product"] == findings["memory"] == "pass"
+    assert "NVIDIA H100 80GB HBM3, 80 of 80 GiB free" in output
+    assert json.loads((tmp_path / "report" / "rank0.json").read_text())["faults"] == []
+
+
+def bench(work: Path) -> int:
+    """Run a part without DALI, one that needs DALI on a GPU, and those that make its images."""
+    os.environ["PYTHONPATH"] = str(STARTED)
+    options = gpu_options(work, device="cuda", parts=["model-b16-fast", "data-original"])
+    return gpu.run_parts(options, gpu.plan(options), work / "report.md", call_s=300)
+
+
+def test_a_benchmark_measures_what_it_can(tmp_path: Path) -> None:
+    assert POOL.run(1, bench, tmp_path, log=tmp_path / "log") == [1]
+    lines = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()[1:]]
+    parts = {line["part"]: line for line in lines}
+    states = {name: line["state"] for name, line in parts.items()}
+    made = {"model-b16-fast": "done", "make-images": "done", "make-original": "done"}
+    assert states == made | {"data-original": "FAILED with status 1"}
+    assert parts["model-b16-fast"]["rounds"][0]["memory_gb"] > 0
+    assert "installed CUDA driver" in parts["data-original"]["output"]
+    assert "NVIDIA H100 80GB HBM3" in (tmp_path / "report.md").read_text()
