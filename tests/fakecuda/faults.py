@@ -51,9 +51,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "device: moving averages": Fault("dali_train.training.optim:_copies", "tensor.clone()", "tensor.cpu()", _DEVICE),
     "device: sums of an evaluation": Fault(
-        "dali_train.training.metrics:Evaluator.run",
-        "dtype=torch.int64, device=self._device)  # by class",
-        "dtype=torch.int64)",
+        "dali_train.training.metrics:Evaluator._zeros",
+        "correct=torch.zeros(self._num_classes, dtype=torch.int64, device=self._device)",
+        "correct=torch.zeros(self._num_classes, dtype=torch.int64)",
         _DEVICE,
     ),
     # Something is read before it is there.
@@ -132,20 +132,20 @@ FAULTS: dict[str, Fault] = {
     ),
     "order: sums of an evaluation": Fault(
         "dali_train.training.metrics:Evaluator.run",
-        "else ())):",
-        f"else ())){_BACKWARDS_ON_RANK_1}:",
+        "totals.predictions, totals.scores):",
+        f"totals.predictions, totals.scores){_BACKWARDS_ON_RANK_1}:",
         _ORDER,
         ranks=2,
     ),
     "order: gradients, left out": Fault(
         "dali_train.training.trainer:Trainer.forward_backward",
-        "self.parallel.accumulating(last=last)",
-        "self.parallel.accumulating(last=last and dist.get_rank() == 0)",
+        "self.parallel.accumulating(last=is_last)",
+        "self.parallel.accumulating(last=is_last and dist.get_rank() == 0)",
         _ORDER,
         ranks=2,
     ),
     "order: gradients of a split model": Fault(
-        "dali_train.parallel.mesh:reduce_partial_gradients",
+        "dali_train.parallel.parallelize:reduce_partial_gradients",
         "for parameter in parameters:",
         f"for parameter in list(parameters){_BACKWARDS_ON_RANK_1}:",
         _ORDER,
