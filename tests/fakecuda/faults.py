@@ -145,11 +145,11 @@ FAULTS: dict[str, Fault] = {
         ranks=2,
     ),
     "order: gradients of a split model": Fault(
-        "dali_train.parallel.parallelize:reduce_partial_gradients",
-        "for parameter in parameters:",
-        f"for parameter in list(parameters){_BACKWARDS_ON_RANK_1}:",
+        "dali_train.parallel.parallelize:average_gradients",
+        "if parameter.grad is not None]",
+        "if parameter.grad is not None][:: -1 if dist.get_rank() == 1 else 1]",
         _ORDER,
-        ranks=2,
+        ranks=4,
         options=TENSOR,
     ),
     "order: statistics, left out": Fault(
