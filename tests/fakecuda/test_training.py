@@ -20,6 +20,7 @@ from tests.fakecuda.jobs import kernels
 from tests.helpers import (
     BF16_ALL_REDUCE,
     CONVOLUTIONAL,
+    EXCLUDED,
     FAST_UNCOMPILED,
     FLOAT64_BOUND,
     PIPELINE,
@@ -36,7 +37,7 @@ from tests.helpers import (
 )
 from tests.parallel.test_parallel import INTERLEAVED, OPTIONS, SEQUENCE
 from tests.ranks import POOL
-from tests.test_exactness import AUGMENTED, BATCH_NORM, BLOCK_ORDER, IN_BLOCKS, REPEATED, VIT5_WITH_MUON
+from tests.test_exactness import AUGMENTED, BATCH_NORM, BLOCK_ORDER, IN_BLOCKS, REPEATED, SIGNS_COUNT, VIT5_WITH_MUON
 from tests.test_exactness_table import COMPARED, settings
 from tests.training.test_noise_scale import ONE_MEASUREMENT
 from tests.training.test_optimizers import TIMM
@@ -56,6 +57,8 @@ ALONE = {
     "selective": (*THREE_STEPS, "--model.activation_checkpointing", "selective"),
     "rope": (*THREE_STEPS, *words("--model.name vit_small_patch16_rope_mixed_224")),
     "noise-scale": ONE_MEASUREMENT,
+    "images left out": (*THREE_STEPS, "--data.exclude", EXCLUDED),
+    "signs-count": (*SIGNS_COUNT.options, *THREE_STEPS),
     "split": SPLIT,
 } | {name: (*THREE_STEPS, "--optimizer.name", name) for name in TIMM}
 # DDP reads its own timers, of its first ten all-reduces.
