@@ -17,9 +17,10 @@ from dali_train.commands import data
 from dali_train.config import Config
 from dali_train.config.command_line import config_with
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.extras.cost.speed import bf16_speedup
 from dali_train.runtime.status import read_events
 from dali_train.text import plural
-from dali_train.training.cost import FASTER, bf16_speedup
+from dali_train.training.cost import FASTER
 from dali_train.training.model import build_model
 
 REPOSITORY = Path(__file__).parent.parent

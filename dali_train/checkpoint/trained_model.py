@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import timm
 import torch
 from safetensors.torch import save
 from torch import nn
@@ -19,6 +18,7 @@ from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.training.model import build_model
+from dali_train.training.model_arguments import is_model
 from dali_train.training.pretrained import weights_that_fit
 
 Weights = Literal["raw", "ema"]
@@ -100,7 +100,7 @@ def check_registered(model: ModelConfig, run_dir: Path) -> None:
     Raises:
         ConfigError: timm does not know it; the message names the file that may register it.
     """
-    if not timm.is_model(model.name) and (file := RunDirectory(run_dir).environment.get("config_file")):
+    if not is_model(model.name) and (file := RunDirectory(run_dir).environment.get("config_file")):
         raise ConfigError(
             f"model.name is {model.name!r}, which timm does not know: if the run's config file registers it, "
             f"add --config {run_dir / str(file)}, or in Python call dali_train.load_config with that file first"

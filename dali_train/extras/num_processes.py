@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.extras.cost.memory import estimate_memory
 from dali_train.extras.local_launch import launch_locally
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import METRICS, read_events
 from dali_train.text import duration, plural
-from dali_train.training.cost import estimate_memory, flops_per_image
+from dali_train.training.cost import flops_per_image
 from dali_train.training.model import build_model, check_sizes
 from dali_train.training.precision import Precision
 

@@ -7,7 +7,7 @@ checks of image sizes, what a model says of itself, and initial weights that are
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
@@ -28,7 +28,6 @@ from dali_train.config import Config, ModelConfig
 from dali_train.config.check import require
 from dali_train.data.sampling.rng import Purpose, inverse_erf, normal_weights, torch_seed, uniform_weights
 from dali_train.errors import ConfigError
-from dali_train.training import extra_models
 from dali_train.training.model_arguments import (
     argument_names,
     build_on_meta,
@@ -111,7 +110,7 @@ def build_model(
             model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
     initialise_classifier(model, scale=config.model.head_scale, bias=config.model.head_bias)
     if config.model.constant_drop_path:
-        extra_models.make_drop_path_constant(repeated_blocks(model), config.model.kwargs["drop_path_rate"])
+        make_drop_path_constant(repeated_blocks(model), config.model.kwargs["drop_path_rate"])
     model.to(
         device="cpu" if on_host else device,
         dtype=torch.float64 if config.precision.dtype == "fp64" else torch.float32,
@@ -127,6 +126,14 @@ def build_model(
         if config.precision.autocast:
             _compile(model, config.model, device)
     return model
+
+
+def make_drop_path_constant(blocks: Iterable[nn.Module], rate: float) -> None:
+    """Give all `blocks` the same rate of stochastic depth; timm's grows from 0 in the first block."""
+    for block in blocks:
+        for name, _ in list(block.named_children()):
+            if name.startswith("drop_path"):
+                setattr(block, name, DropPath(rate) if rate > 0 else nn.Identity())
 
 
 @contextmanager

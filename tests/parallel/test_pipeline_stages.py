@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dali_train.cli import main
 from dali_train.config import BatchConfig, Config, ModelConfig, ParallelConfig
 from dali_train.errors import ConfigError
+from dali_train.extras.cost.memory import Memory
 from dali_train.extras.plan.forecast import RankPlan, describe_ranks
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import local
@@ -24,7 +25,6 @@ from dali_train.parallel.stages import (
 )
 from dali_train.runtime.launch import Launch
 from dali_train.training.build import build_trainer
-from dali_train.training.cost import Memory
 from dali_train.training.model import build_model
 from tests.config.test_config import config
 from tests.conftest import REPOSITORY

@@ -16,7 +16,7 @@ from torch import nn
 from dali_train.config import ModelConfig
 from dali_train.data.sampling.rng import logarithm, normal_quantile, normal_weights, uniform_weights
 from dali_train.errors import ConfigError
-from dali_train.training.extra_models import ViT5
+from dali_train.extras.models import ViT5
 from dali_train.training.model import initialising
 
 # Small models with the initialisers of all recipes: (truncated) normal, uniform, Xavier's, Kaiming's, and sine tables.

@@ -19,16 +19,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from dali_train.cli import main
 from dali_train.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PrecisionConfig, load_config
 from dali_train.errors import ConfigError
+from dali_train.extras.cost.memory import Memory, estimate_memory
 from dali_train.training.cost import (
-    Memory,
     ModelFlops,
     Product,
-    estimate_memory,
+    data_sheet_peak,
     flops_per_image,
     measure_largest_product,
     model_flops,
 )
-from dali_train.training.devices import data_sheet_peak
 from dali_train.training.model import (
     build_model,
     check_sizes,

@@ -26,7 +26,7 @@ from dali_train.config import DataConfig, MixupConfig, ModelConfig
 from dali_train.data.loading.augment import OPERATORS
 from dali_train.data.sampling.draws import BOXES, Images, draw_mixing
 from dali_train.data.sampling.policy import draw_operators, policy_of
-from dali_train.training.extra_models import SinCosVisionTransformer
+from dali_train.extras.models import SinCosVisionTransformer
 from dali_train.training.model import initialising
 
 Array = NDArray[Any]

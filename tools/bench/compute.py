@@ -7,8 +7,8 @@ import torch
 from torch.profiler import profile
 
 from dali_train.config import Config
-from dali_train.training.cost import measured_peak
-from dali_train.training.devices import Peak, data_sheet_peak
+from dali_train.extras.cost.speed import measured_peak
+from dali_train.training.cost import Peak, data_sheet_peak
 
 # Contenders of tools/bench/step.py.
 REAL, SYNTHETIC, BARE = "trainer, real data", "trainer, synthetic data", "bare loop"

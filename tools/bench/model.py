@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dali_train.config import Config
 from dali_train.config.command_line import config_with
-from dali_train.training.cost import flops_per_image
-from dali_train.training.devices import Peak
+from dali_train.training.cost import Peak, flops_per_image
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import build_model
 from dali_train.training.precision import choose_tf32

@@ -28,8 +28,7 @@ from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process import choose_device, device_name
 from dali_train.training.build import configure_torch
-from dali_train.training.cost import flops_per_image
-from dali_train.training.devices import Peak
+from dali_train.training.cost import Peak, flops_per_image
 from dali_train.training.timing import STEP_PHASES
 from tools.bench.compute import BARE, REAL, SYNTHETIC, peak
 from tools.bench.loops import CONTENDERS, Round, Task, contend

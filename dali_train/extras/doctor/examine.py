@@ -41,6 +41,8 @@ from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.dali import LOG_VARIABLE, decode_repeatedly, decoder_in_log
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
+from dali_train.extras.cost.memory import Memory
+from dali_train.extras.cost.speed import measured_peak
 from dali_train.extras.doctor.findings import Finding, table
 from dali_train.extras.doctor.surroundings import home, network, temporary_files
 from dali_train.extras.plan.forecast import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
@@ -52,8 +54,7 @@ from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.training.build import build_loader, fit_to_ranks, prepare
-from dali_train.training.cost import Memory, measure_largest_product, measured_peak
-from dali_train.training.devices import data_sheet_peak
+from dali_train.training.cost import data_sheet_peak, measure_largest_product
 from dali_train.training.model import compare_with_timm, describe_parameters
 
 SLOW_DISK_MB_S = 100.0  # ViT-B/16 with LAMB's moments is 1 GB: 10 s a checkpoint

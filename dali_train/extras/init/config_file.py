@@ -12,12 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
+from dali_train.extras.cost.memory import estimate_memory
+from dali_train.extras.cost.speed import bf16_speedup, seconds_per_image
 from dali_train.extras.init.network import Pretrained, describe_weights
 from dali_train.extras.init.trial import measure
 from dali_train.files import temporary_directory, write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration, plural, printable
-from dali_train.training.cost import FASTER, bf16_speedup, estimate_memory, seconds_per_image
+from dali_train.training.cost import FASTER
 from dali_train.training.model import build_model
 
 _SMALL = 96

@@ -11,6 +11,7 @@ from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.config.sections import NORMALISATIONS
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json
+from dali_train.training.model_arguments import is_model
 from dali_train.training.pretrained import is_path
 from dali_train.training.weight_files import is_timms_hub_name
 
@@ -70,7 +71,7 @@ def _of_timm(weights: str, model: str | None) -> Pretrained:
             raise ConfigError(f"--weights {weights}: name its network with --model, a timm name")
         return Pretrained(weights=weights, model=model, **_preprocessing(model))
     name = weights.removeprefix("timm/").partition(".")[0]
-    if not timm.is_model(name):
+    if not is_model(name):
         raise ConfigError(f"--weights {weights}: neither a file, a run directory, nor a timm model")
     return Pretrained(weights=weights, model=model or name, **_preprocessing(weights.removeprefix("timm/")))
 
@@ -82,7 +83,7 @@ def _described_beside(file: Path) -> str | None:
     except (OSError, ForeignFileError):
         return None
     name = description.get("architecture")
-    return name if isinstance(name, str) and timm.is_model(name) else None
+    return name if isinstance(name, str) and is_model(name) else None
 
 
 def _named_by(file: Path) -> str | None:

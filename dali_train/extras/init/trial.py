@@ -14,10 +14,10 @@ from dali_train.commands.train import run
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
+from dali_train.extras.cost.speed import seconds_per_image
 from dali_train.files import temporary_directory
 from dali_train.runtime.stop import StopReason
 from dali_train.text import duration
-from dali_train.training.cost import seconds_per_image
 
 MOST_EPOCHS = 10_000
 _SHARE = 0.05  # of the time that a run may take

@@ -1,6 +1,7 @@
 """``dali-train plan``: a run's steps, accumulation, schedule and memory, computed without a GPU or data."""
 
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from torch import nn
 
 from dali_train.checkpoint.trained_model import check_weights
 from dali_train.config import BatchConfig, Config, DataConfig
-from dali_train.config.check import as_typed
+from dali_train.config.check import as_typed, close_names
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import kept_images
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
+from dali_train.extras.cost.memory import Memory, estimate_memory
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import (
     Stage,
@@ -28,15 +30,9 @@ from dali_train.parallel.stages import (
 )
 from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
-from dali_train.text import duration
+from dali_train.text import duration, printable
 from dali_train.training.build import fit_to_ranks
-from dali_train.training.cost import (
-    Memory,
-    estimate_memory,
-    flops_per_image,
-    measure_largest_product,
-)
-from dali_train.training.devices import Gpu, data_sheet_peak, find_gpu
+from dali_train.training.cost import GPUS, Gpu, data_sheet_peak, flops_per_image, measure_largest_product
 from dali_train.training.model import (
     build_model,
     check_sizes,
@@ -380,3 +376,18 @@ def draw_plan(config: Config, num_images: int, memory: Memory, picture: Path) ->
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
         picture.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(picture)
+
+
+def find_gpu(text: str) -> Gpu:
+    """Return the GPU that a user calls `text`, such as h100, H100-PCIe or rtx4090.
+
+    Raises:
+        ConfigError: the table has no such GPU.
+    """
+    by_name = {gpu.name.lower().replace(" ", ""): gpu for gpu in GPUS}
+    name = re.sub(r"[\s_-]", "", text.lower())
+    if name not in by_name:
+        close = close_names(name, by_name, n=3)
+        remedy = f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(by_name)}"
+        raise ConfigError(f"--gpu {printable(text)}: no such GPU is known; {remedy}")
+    return by_name[name]

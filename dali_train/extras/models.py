@@ -1,17 +1,18 @@
-"""Models that timm lacks, registered with it. Only ``training/model.py`` imports this."""
+"""Models that timm lacks, registered with it: importing this is enough. Their names begin with dali_."""
 
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention, DropPath, RmsNorm, apply_rot_embed_cat, lecun_normal_, trunc_normal_
+from timm.layers import Attention, RmsNorm, apply_rot_embed_cat, lecun_normal_, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import nn
+
+from dali_train.training.model import make_drop_path_constant
 
 __all__ = [  # timm lists these
     "dali_lenet",
@@ -301,14 +302,6 @@ class ViT5(VisionTransformer):
         rotations = torch.cat([angles.sin(), angles.cos()], dim=1).to(self.pos_embed)
         for block in self.blocks:
             block.attn.register_buffer("rotations", rotations.clone(), persistent=False)
-
-
-def make_drop_path_constant(blocks: Iterable[nn.Module], rate: float) -> None:
-    """Give all `blocks` the same rate of stochastic depth; timm's grows from 0 in the first block."""
-    for block in blocks:
-        for name, _ in list(block.named_children()):
-            if name.startswith("drop_path"):
-                setattr(block, name, DropPath(rate) if rate > 0 else nn.Identity())
 
 
 def rotary_angles(height: int, width: int, channels: int, theta: float) -> torch.Tensor:

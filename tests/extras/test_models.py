@@ -9,8 +9,8 @@ from timm.layers import DropPath
 
 from dali_train.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
 from dali_train.errors import ConfigError
+from dali_train.extras.models import ViT5
 from dali_train.parallel.stages import VitStage, make_stages
-from dali_train.training.extra_models import ViT5
 from dali_train.training.model import build_model, check_sizes
 from dali_train.training.optim import make_optimizer
 from dali_train.training.pretrained import initialise_classifier
