@@ -14,7 +14,8 @@ import torch
 from dali_train.checkpoint.format import load_newest
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import TrainLoader
+from dali_train.data.loading.loader import RunLoader, TrainLoader
+from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.loading.pipelines import Batch
 from dali_train.runtime.status import STEP_PHASES, read_events
 from tests.conftest import REPOSITORY, StartTraining, final_weights, relative_differences
@@ -101,10 +102,10 @@ def extended(config: Path, text: str) -> Path:
 def loader_of(
     config: Config, *, start_step: int = 0, rank: int = 0, ranks: int = 1, num_threads: int = 1, device: str = "cpu"
 ) -> TrainLoader:
-    place = {"start_step": start_step, "dp_rank": rank, "dp_size": ranks}
-    return TrainLoader.of(
-        Split(config.data.root, "train"), config, torch.device(device), **place, num_threads=num_threads
-    )
+    place = Place(dp_rank=rank, dp_size=ranks, device=torch.device(device), num_threads=num_threads)
+    loader = RunLoader(Split(config.data.root, "train"), config, place, start_step=start_step)
+    loader.prepare()
+    return loader
 
 
 def first_batches(config: Config, count: int, **options: Any) -> list[Batch]:

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from tests.conftest import REPOSITORY
 from tests.convert.files import tool
 from tests.helpers import words
@@ -48,7 +48,7 @@ def test_a_generated_dataset_is_always_the_same(tmp_path: Path) -> None:
     write_dataset(tmp_path, num_train=5, num_validation=3, num_classes=4)
     train, validation = Split(tmp_path, "train"), Split(tmp_path, "validation")
     assert train.rows["label"].tolist() == [0, 1, 2, 3, 0] and validation.rows["label"].tolist() == [1, 2, 3]
-    assert MappedFiles(train).image(3).tobytes() == generated_jpeg(3)
+    assert stored_image(MappedFiles(train), 3).tobytes() == generated_jpeg(3)
     bytes_per_pixel = train.rows["size"] / (train.rows["height"].astype(float) * train.rows["width"])
     assert 0.4 < np.mean(bytes_per_pixel) < 0.8
 
@@ -61,7 +61,7 @@ def test_an_index_of_full_size_points_at_images(tmp_path: Path, monkeypatch: pyt
     assert len(split) == 1003 and split.num_classes == 1000 and len(Split(tmp_path, "validation")) == 70
     assert np.bincount(split.rows["shard"]).tolist() == [201, 201, 201, 200, 200]
     for image in (0, 500, 1002):
-        assert Image.open(io.BytesIO(MappedFiles(split).image(image).tobytes())).size == (
+        assert Image.open(io.BytesIO(stored_image(MappedFiles(split), image).tobytes())).size == (
             split.rows[image]["width"],
             split.rows[image]["height"],
         )

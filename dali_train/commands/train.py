@@ -38,7 +38,7 @@ from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
 from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.config import Config, load_config
 from dali_train.config.check import load_row
-from dali_train.data.loading.dali import describe_decoder
+from dali_train.data.loading.decoders import describe_decoder
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.errors import ConfigError, DatasetError, RunError
@@ -127,19 +127,27 @@ class Run:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether top-1 has not improved for hooks.stop_early epochs."""
+        """Whether top-1 has not improved for hooks.stop_early epochs.
+
+        With epochs of 10 steps, an evaluation after each, stop_early 2 and a top-1 of 0.5, 0.6, 0.6, 0.6, it is true
+        after the fourth: the first of the best is at step 20, the last at step 40.
+        """
         config = self.plan.config
         history = self.progress.accuracies
-        if config.hooks.stop_early is None or config.run.eval_every_epochs is None or not history:
+        patience = config.hooks.stop_early
+        every = config.run.eval_every_epochs
+        if patience is None or every is None or not history:
             return False
         best = history.index(max(history))
         steps = sorted(map(int, self.progress.evaluations))
         if len(steps) < len(history):  # an earlier version evaluated first, and recorded no steps
-            return (len(history) - 1 - best) * config.run.eval_every_epochs >= config.hooks.stop_early
+            evaluations_since = len(history) - 1 - best
+            return evaluations_since * every >= patience
         # Steps, not evaluations: there is one more where run.max_steps ended a part of the run. The steps between two
         # evaluations are rounded up or down.
-        patience = math.floor(config.hooks.stop_early * self.plan.num_images / config.batch.global_batch + 1e-9)
-        return steps[-1] > steps[best] and steps[-1] - steps[best] >= patience
+        patience_steps = math.floor(patience * self.plan.num_images / config.batch.global_batch + 1e-9)
+        steps_since = steps[-1] - steps[best]
+        return steps_since >= max(1, patience_steps)
 
     @property
     def is_finished(self) -> bool:

@@ -401,7 +401,7 @@ def load_config(path: Path | str) -> Config:
     path = Path(path)
     if _running:
         path = _running[-1].parent / path
-    if not path.exists():
+    if not path.is_file():  # a directory of a recipe's name, such as the one that its run made, does not hide it
         path = find_recipe(name) or path
     if path.is_dir():
         raise ConfigError(

@@ -21,16 +21,13 @@ from dali_train.data.loading.dali import (
     INPUTS,
     LOOK_INPUTS,
     Feed,
-    PixelFormat,
-    decode_boxes,
-    decoder_options,
-    decodes_boxes,
     graph_options,
     normalised,
     resized,
     run_graph,
     to_device,
 )
+from dali_train.data.loading.decoders import PixelFormat, decode_boxes, decoder_options, decodes_boxes
 from dali_train.data.loading.pipelines import Batch, TrainingPipeline, finished
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.data.sampling.rng import Purpose, philox_generator

@@ -4,7 +4,7 @@ from functools import cache
 
 from dali_train.data.convert.sources import SourceError, printable
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles, RangedImages
+from dali_train.data.dataset.storage import Storage
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
 
 
@@ -14,7 +14,7 @@ class ImageNames:
     A name in place comes from the index; one in a record costs a read, or a request to the object store.
     """
 
-    def __init__(self, split: Split, shards: MappedFiles | RangedImages) -> None:
+    def __init__(self, split: Split, shards: Storage) -> None:
         self._split, self._shards = split, shards
         self._record_offsets = cache(split.record_offsets)  # a few kilobytes for each shard that is asked for
 

@@ -20,8 +20,8 @@ from dali_train.data.dataset.index import Split, read_labels
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.storage import DatasetRoot, storage_of
 from dali_train.data.loading.cache import Node, join_node
-from dali_train.data.loading.loader import TrainLoader
-from dali_train.data.loading.loader_arguments import blank_images, decoding_threads, pixel_format
+from dali_train.data.loading.loader import RunLoader, TrainLoader
+from dali_train.data.loading.loader_arguments import Place, blank_images, decoding_threads, pixel_format
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up
@@ -172,17 +172,11 @@ def configure_torch(config: Config, launch: Launch, device: torch.device) -> int
 def build_loader(plan: RunPlan, *, start_step: int = 0) -> TrainLoader:
     """Return the loader of this rank's micro-batches, from optimizer step `start_step` on."""
     layout = plan.layout
-    return TrainLoader.of(
-        plan.split,
-        plan.config,
-        plan.device,
-        start_step=start_step,
-        dp_rank=layout.data_rank,
-        dp_size=layout.data_size,
-        num_threads=plan.num_threads,
-        decodes=layout.pipeline_rank == 0,
-        node=plan.node,
-    )
+    place = Place(dp_rank=layout.data_rank, dp_size=layout.data_size, device=plan.device, num_threads=plan.num_threads)
+    decodes = layout.pipeline_rank == 0
+    loader = RunLoader(plan.split, plan.config, place, node=plan.node, start_step=start_step, decodes=decodes)
+    loader.prepare()
+    return loader
 
 
 def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator | None:

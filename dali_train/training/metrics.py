@@ -26,7 +26,8 @@ from torch import nn
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.cache import Node
-from dali_train.data.loading.loader import EvalLoader
+from dali_train.data.loading.loader import RunEvalLoader
+from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.loading.pipelines import without_waiting
 from dali_train.errors import RunError
 from dali_train.parallel.layout import Layout
@@ -277,17 +278,10 @@ class Evaluator:
         self._classes = None if classes is None else torch.from_numpy(classes).to(device)
         self._right = None if labels is None else torch.from_numpy(labels)
         images = np.arange(len(split)) if labels is None else np.flatnonzero((labels >= 0).any(axis=1))
-        self._loader = EvalLoader.of(
-            split,
-            config,
-            device,
-            dp_rank=layout.data_rank,
-            dp_size=layout.data_size,
-            num_threads=num_threads,
-            decodes=layout.pipeline_rank == 0,  # later stages get no images, but what the first makes of them
-            images=images,
-            node=node,
-        )
+        place = Place(dp_rank=layout.data_rank, dp_size=layout.data_size, device=device, num_threads=num_threads)
+        decodes = layout.pipeline_rank == 0  # later stages get no images, but what the first makes of them
+        self._loader = RunEvalLoader(split, config, place, node=node, decodes=decodes, images=images)
+        self._loader.prepare()
         most = -(-len(images) // (layout.data_size * config.batch.micro_batch))
         self._num_blank = most - len(self._loader) if layout.splits_model else 0
         self._blank = (1, 3, config.data.eval_size, config.data.eval_size)

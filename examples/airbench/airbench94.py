@@ -30,7 +30,7 @@ from torch import nn
 import dali_train
 from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.dali import PixelFormat
+from dali_train.data.loading.decoders import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import write_atomically

@@ -53,7 +53,7 @@ def test_exit_statuses_decide_what_is_restarted() -> None:
 
 def read_command(line: list[str]) -> tuple[Any, Config]:
     """What torchrun makes of a command line, and the config that the trainer makes of the rest."""
-    assert line[:3] == ["python", "-m", "dali_train.runtime.torchrun"]
+    assert line[:3] == ["python", "-m", "dali_train.extras.torchrun"]
     launch = parse_args(line[3:])
     assert (launch.module, launch.training_script) == (True, "dali_train")
     assert launch.max_restarts == 0, "a mistake and a stop are not tried again"

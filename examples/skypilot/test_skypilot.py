@@ -21,7 +21,7 @@ def test_the_command_trains_on_the_nodes() -> None:
     variables |= {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": gpus}
     line = task["run"].replace('$(head -n1 <<<"$SKYPILOT_NODE_IPS")', "10.0.0.1").replace("\\\n", " ")
     words = shlex.split(re.sub(r"\$(\w+)", lambda name: variables[name[1]], line))
-    assert words[1:3] == ["-m", "dali_train.runtime.torchrun"]
+    assert words[1:3] == ["-m", "dali_train.extras.torchrun"]
     launch = parse_args(words[3:])
     assert (launch.nnodes, launch.node_rank, launch.nproc_per_node) == ("1", 0, gpus)
     module, command, config, *settings = launch.training_script, *launch.training_script_args

@@ -15,7 +15,7 @@ from dali_train.data.convert.datasets import DATASETS, SOURCE, Converter, advice
 from dali_train.data.convert.sources import PixelSource, SourceError, Sources
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.data.dataset.tfrecord import write_records
 from tests.conftest import write_shard
 from tests.convert.files import convert, files_of, small_photograph, write_folder
@@ -83,7 +83,7 @@ def test_layouts_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str], l
     assert data("verify", root) == 0
     assert (len(Split(root, "train")), len(Split(root, "validation"))) == (7, 5)
     root.rename(tmp_path / "moved")
-    assert MappedFiles(Split(tmp_path / "moved", "validation")).image(0).tobytes() == small_photograph(0)
+    assert stored_image(MappedFiles(Split(tmp_path / "moved", "validation")), 0).tobytes() == small_photograph(0)
     write_shards(tmp_path / "moved" / "validation-2", "x", 3)
     capsys.readouterr()
     if layout == "val":
@@ -102,7 +102,7 @@ def test_an_index_beside_read_only_records(tmp_path: Path, capsys: pytest.Captur
         assert data("index", root, "--out", out) == 0
         assert data("index", root, "--out", out) == 0
         assert data("verify", out) == 0
-        assert MappedFiles(Split(out, "train")).image(1).tobytes() == small_photograph(2)
+        assert stored_image(MappedFiles(Split(out, "train")), 1).tobytes() == small_photograph(2)
     finally:
         for path in (root, root / "train"):
             path.chmod(stat.S_IRWXU)
@@ -117,7 +117,7 @@ def test_features_of_other_names(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write_records(path, ((b"not the image", {"jpg": small_photograph(seed), "cls": seed % 2}) for seed in range(6)))
     assert data("index", tmp_path, "--image-key", "jpg", "--label-key", "cls", "--label-base", 0) == 0
     split = Split(tmp_path, "train")
-    assert MappedFiles(split).image(3).tobytes() == small_photograph(3)
+    assert stored_image(MappedFiles(split), 3).tobytes() == small_photograph(3)
     assert split.rows["label"].tolist() == [0, 1] * 3
     assert data("verify", tmp_path) == 0 and data("verify", tmp_path, "--sample", 3) == 0
     os.utime(path, (2e9, 2e9))  # copied without its time

@@ -22,7 +22,7 @@ from dali_train.cli import main
 from dali_train.config import BatchConfig, Config, DataConfig, ModelConfig, load_config
 from dali_train.config.check import conflicts_of
 from dali_train.config.command_line import read_overrides
-from dali_train.config.config import SETTINGS
+from dali_train.config.config import RECIPES, SETTINGS
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator
 from dali_train.errors import ConfigError
@@ -269,6 +269,14 @@ def test_loading_by_path(tmp_path: Path) -> None:
         load_config(text)
     with pytest.raises(ConfigError, match=r"this is a directory; use a file, for a run directory .*config.json"):
         load_config(tmp_path)
+
+
+def test_a_directory_does_not_hide_the_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    assert load_config("digits").model.name == load_config(RECIPES / "digits.py").model.name
+    with pytest.raises(ConfigError, match=r"--config \./digits: this is a directory"):
+        load_config("./digits")
 
 
 def test_a_config_file_finds_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from dali_train.data.convert import conversion, shards
 from dali_train.data.convert.conversion import default_num_shards, shuffled_layout
 from dali_train.data.convert.sources import held_out
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.errors import RunError
 from tests.conftest import REPOSITORY, encoded, photograph
 from tests.convert.files import EPS, convert, files_of, small_photograph, write_folder, write_training_archive
@@ -45,7 +45,7 @@ def convert_folder(folder: Path, out: Path, *options: object) -> int:
 
 def images_of(out: Path, split: str = "train") -> list[bytes]:
     opened = Split(out, split)
-    return [MappedFiles(opened).image(image).tobytes() for image in range(len(opened))]
+    return [stored_image(MappedFiles(opened), image).tobytes() for image in range(len(opened))]
 
 
 def test_same_bytes_for_any_number_of_workers(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest, order_classes, split_folders_among, split_word
 from dali_train.data.dataset.passed_over import missing_numbers
-from dali_train.data.dataset.storage import open_shards
+from dali_train.data.dataset.storage import open_shards, stored_image
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.errors import DatasetError
 from dali_train.extras.indexing.foreign_shards import find_splits
@@ -262,4 +262,4 @@ def test_a_file_that_becomes_a_fifo(tmp_path: Path) -> None:
         os.mkfifo(path)
     for number in (0, 1):
         with pytest.raises(DatasetError, match=r"000\.jpg is a FIFO, a device or a directory now: restore it"):
-            images.image(number)
+            stored_image(images, number)

@@ -9,7 +9,7 @@ import pytest
 from tfrecord import reader
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from tests.convert.files import convert, small_photograph, write_folder
 
 
@@ -31,7 +31,7 @@ def test_the_tfrecord_package(dataset: Path) -> None:
         index = dataset / "idx_files" / "train" / f"{path.name}.idx"
         for example in reader.tfrecord_loader(str(path), str(index), shard=(0, 1)):
             row = split.rows[image]
-            assert bytes(example["image/encoded"]) == MappedFiles(split).image(image).tobytes()
+            assert bytes(example["image/encoded"]) == stored_image(MappedFiles(split), image).tobytes()
             assert example["image/class/label"][0] == row["label"] + 1
             assert bytes(example["image/class/synset"]).decode() == split.manifest.class_names[row["label"]]
             assert (example["image/height"][0], example["image/width"][0]) == (row["height"], row["width"])
@@ -63,7 +63,7 @@ def test_dalis_own_reader_with_the_text_index(dataset: Path) -> None:
     encoded, labels, pixels = pipeline.run()
     found = Counter((bytes(np.array(encoded[i])), int(np.array(labels[i])[0])) for i in range(len(split)))
     shards = MappedFiles(split)
-    expected = Counter((shards.image(i).tobytes(), int(split.rows[i]["label"]) + 1) for i in range(len(split)))
+    expected = Counter((stored_image(shards, i).tobytes(), int(split.rows[i]["label"]) + 1) for i in range(len(split)))
     assert found == expected
     assert sorted({content for content, _ in found}) == sorted(small_photograph(seed) for seed in range(17))
     assert all(np.array(pixels[i]).shape[2] == 3 for i in range(len(split)))

@@ -21,7 +21,7 @@ from dali_train.data.convert.sources import SourceError, Sources
 from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
 from dali_train.extras.indexing.foreign_shards import build_index
@@ -275,7 +275,7 @@ def test_the_indexer_refuses_what_training_cannot_decode(tmp_path: Path, content
 
 
 def stored_picture(split: Split, number: int) -> Image.Image:
-    return picture(split, number, MappedFiles(split).image(number))
+    return picture(split, number, stored_image(MappedFiles(split), number))
 
 
 def test_verify_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from tfrecord import writer
 
 from dali_train.data.convert.datasets import DATASETS, advice
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import ConfigError, DatasetError, NoDatasetError
 from dali_train.extras.indexing.foreign_shards import build_index
@@ -54,11 +54,11 @@ def test_indexes_what_another_writer_wrote(tmp_path: Path) -> None:
     split = Split(tmp_path, "train")
     order = [*range(0, 11, 2), *range(1, 11, 2)]
     for image, seed in enumerate(order):
-        assert MappedFiles(split).image(image).tobytes() == images[seed]
+        assert stored_image(MappedFiles(split), image).tobytes() == images[seed]
         row = split.rows[image]
         assert row["label"] == seed % 3
         assert (row["height"], row["width"]) == (32 + 2 * (seed % 9), 60 - 2 * (seed % 11))
-    assert not MappedFiles(split).image(0).flags.writeable
+    assert not stored_image(MappedFiles(split), 0).flags.writeable
 
 
 def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
     write_shard(tmp_path / "validation" / "whatever.tfrecord", [(content, 0) for content in contents])
     build_index(tmp_path, label_base=0)
     split = Split(tmp_path, "validation")
-    assert [MappedFiles(split).image(image).tobytes() for image in range(4)] == contents
+    assert [stored_image(MappedFiles(split), image).tobytes() for image in range(4)] == contents
     assert set(split.rows["height"]) == {20} and set(split.rows["width"]) == {30}
 
 
@@ -122,7 +122,7 @@ def test_raw_pixels(tmp_path: Path) -> None:
     write_records(tmp_path / "train" / "a", records)
     assert build_index(tmp_path).encoding == "raw"
     split = Split(tmp_path, "train")
-    assert np.array_equal(MappedFiles(split).image(2), pixels + 2)
+    assert np.array_equal(stored_image(MappedFiles(split), 2), pixels + 2)
     assert (split.rows[2]["height"], split.rows[2]["width"]) == (2, 3)
 
     write_records(tmp_path / "validation" / "b", [example(1)])
@@ -232,7 +232,7 @@ def open_with_limits(root: Path, soft: int, hard: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if hard > 300:
         split = Split(root, "train")
-        assert len({MappedFiles(split).image(image).tobytes() for image in range(len(split))}) == len(split)
+        assert len({stored_image(MappedFiles(split), image).tobytes() for image in range(len(split))}) == len(split)
     else:
         with pytest.raises(DatasetError, match=r"316 files would be open, `ulimit -Hn` allows 280; raise that limit"):
             MappedFiles(Split(root, "train"))

@@ -7,7 +7,7 @@ import pytest
 
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.extras.formats.imagenet import imagenet
 from tests.convert.files import (
     SYNSETS,
@@ -50,7 +50,7 @@ def test_official_layout_converts_to_the_right_labels(tmp_path: Path) -> None:
     assert split.manifest.class_names == SYNSETS
     assert split.manifest.label_base == 1
     for image in range(len(split)):
-        label, _, content = next(r for r in train.values() if r[2] == MappedFiles(split).image(image).tobytes())
+        label, _, content = next(r for r in train.values() if r[2] == stored_image(MappedFiles(split), image).tobytes())
         assert split.rows[image]["label"] == label - 1
 
 

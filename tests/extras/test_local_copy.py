@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.extras.local_copy import make_copy
@@ -27,7 +27,9 @@ def source(dataset: Path, tmp_path: Path) -> Path:
 def same_images(a: Path, b: Path) -> bool:
     one, other = Split(a, "train"), Split(b, "train")
     ours, theirs = MappedFiles(one), MappedFiles(other)
-    return len(one) == len(other) and all(np.array_equal(ours.image(i), theirs.image(i)) for i in range(len(one)))
+    return len(one) == len(other) and all(
+        np.array_equal(stored_image(ours, i), stored_image(theirs, i)) for i in range(len(one))
+    )
 
 
 def files(root: Path) -> dict[Path, int]:
@@ -98,7 +100,7 @@ def test_changed_source_is_copied_again_and_a_version_in_use_stays(source: Path,
     second = make_copy(source, tmp_path / "disk", verbose=True)
     assert second.path != first.path
     assert same_images(source, second.path)
-    assert MappedFiles(Split(first.path, "train")).image(0).size, "still whole: somebody reads it"
+    assert stored_image(MappedFiles(Split(first.path, "train")), 0).size, "still whole: somebody reads it"
     assert first.in_use is not None
     first.in_use.close()
     build_index(source)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from tests.convert.files import convert, idx, small_photograph, write_folder, write_mnist, write_tar
 
 RANDOM = np.random.default_rng(0)
@@ -19,7 +19,7 @@ def stored(out: Path, split: str) -> dict[bytes, int]:
     """The stored bytes of each image and its label from 0."""
     opened = Split(out, split)
     shards = MappedFiles(opened)
-    return {shards.image(image).tobytes(): int(opened.rows[image]["label"]) for image in range(len(opened))}
+    return {stored_image(shards, image).tobytes(): int(opened.rows[image]["label"]) for image in range(len(opened))}
 
 
 def cifar10_files() -> dict[str, np.ndarray]:
@@ -103,7 +103,7 @@ def test_mnist(tmp_path: Path, dataset: str, packed: bool) -> None:
         assert split.manifest.class_names[0] == ("0" if dataset == "mnist" else "T-shirt/top")
         found = []
         for image in range(len(split)):
-            picture = Image.open(io.BytesIO(MappedFiles(split).image(image).tobytes()))
+            picture = Image.open(io.BytesIO(stored_image(MappedFiles(split), image).tobytes()))
             assert (picture.mode, picture.size) == ("L", (28, 28))
             # Each stored image is nearest to the one it came from, of the right label.
             original = int(np.abs(images.astype(float) - np.asarray(picture, float)).mean(axis=(1, 2)).argmin())
@@ -153,7 +153,7 @@ def test_digits_hold_out_the_last_writers(tmp_path: Path) -> None:
         split = Split(tmp_path / "out", name)
         assert np.bincount(split.rows["label"]).tolist() == np.bincount(labels[part]).tolist()
         assert set(split.rows["height"]) == {32}
-        picture = Image.open(io.BytesIO(MappedFiles(split).image(0).tobytes()))
+        picture = Image.open(io.BytesIO(stored_image(MappedFiles(split), 0).tobytes()))
         assert picture.mode == "RGB"
         small = np.asarray(picture.convert("L").resize((8, 8), Image.Resampling.BOX), float) / 255 * 16
         nearest = int(np.abs(scans[part] - small.reshape(64)).mean(axis=1).argmin())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from tests.conftest import write_shard
 from tests.convert.files import convert, files_of, records, small_photograph, tool, write_folder
 
@@ -56,7 +56,9 @@ def test_a_subset_of_raw_pixels(tmp_path: Path) -> None:
     split, original = Split(tmp_path / "out", "train"), Split(tmp_path / "raw", "train")
     assert split.manifest.encoding == "raw"
     chosen, all_images = MappedFiles(split), MappedFiles(original)
-    assert {chosen.image(i).tobytes() for i in range(3)} <= {all_images.image(i).tobytes() for i in range(6)}
+    assert {stored_image(chosen, i).tobytes() for i in range(3)} <= {
+        stored_image(all_images, i).tobytes() for i in range(6)
+    }
 
 
 def test_mistakes(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,15 +19,9 @@ from timm.data.mixup import Mixup
 from dali_train.config import Config, DataConfig, MixupConfig
 from dali_train.data.dataset import storage as storages
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.data.loading.augment import OPERATORS, Operator, slide
-from dali_train.data.loading.dali import (
-    COMMON_OPTIONS,
-    decode_boxes,
-    decoder_in_log,
-    describe_decoder,
-    hardware_share,
-)
+from dali_train.data.loading.decoders import COMMON_OPTIONS, decode_boxes, describe_decoder, hardware_share
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, IndexedPipeline, mix
 from dali_train.data.sampling.draws import Images, draw_mixing
@@ -35,6 +29,7 @@ from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.policy import IDENTITY, draw_operators, erased_boxes, policy_of
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 from dali_train.errors import ConfigError, DatasetError
+from dali_train.extras.doctor.decoding import decoder_in_log
 from tests.conftest import photograph
 from tests.helpers import first_batches, loader_of
 
@@ -426,7 +421,9 @@ def test_padded_crops_are_torchvisions(config: Config, mode: str) -> None:
             made = source.run()
             images, batch = made.images, made.micro_batch
             for number in range(4):
-                image = Image.open(io.BytesIO(MappedFiles(split).image(batch.images[number]).tobytes())).convert("RGB")
+                image = Image.open(
+                    io.BytesIO(stored_image(MappedFiles(split), batch.images[number]).tobytes())
+                ).convert("RGB")
                 how: Any = {"black": "constant", "reflect": "reflect"}[mode]
                 pixels = np.pad(np.asarray(image), ((8, 8), (8, 8), (0, 0)), how)
                 top, left = batch.boxes[number, :2] - batch.offsets[number] + 8
@@ -472,7 +469,7 @@ def test_slices_of_complete_images_are_boxes(config: Config) -> None:
     split = Split(config.data.root, "train")
     batch = MicroBatches(split.rows, replace(config, batch=replace(config.batch, micro_batch=32)))(0, 0)
     anchors, shapes = batch.corners
-    files = [MappedFiles(split).image(image) for image in batch.images]
+    files = [stored_image(MappedFiles(split), image) for image in batch.images]
 
     @pipeline_def(batch_size=32, num_threads=1, device_id=None)
     def graph(boxes: bool):  # type: ignore[no-untyped-def]
@@ -518,6 +515,19 @@ def test_a_storage_that_nobody_has(config: Config) -> None:
         ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, use one of file, "
     ):
         storages.open_storage(Split(config.data.root, "train"), unknown)
+
+
+def test_commands_open_images_by_the_row_of_their_storage(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Split] = []
+
+    def files(split: Split, *_: object) -> MappedFiles:
+        opened.append(split)
+        return MappedFiles(split)
+
+    monkeypatch.setitem(storages.STORAGES, "file", files)
+    split = Split(config.data.root, "train")
+    assert stored_image(storages.open_shards(split), 0).size
+    assert opened == [split]
 
 
 def test_a_shard_that_becomes_shorter_is_named(config: Config, tmp_path: Path) -> None:

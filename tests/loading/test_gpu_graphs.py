@@ -18,17 +18,11 @@ from nvidia.dali.pipeline import Pipeline, pipeline_def
 from dali_train.config import DataConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage
-from dali_train.data.loading import dali
 from dali_train.data.loading.augment import OPERATORS, Augmentation
-from dali_train.data.loading.dali import (
-    Feed,
-    PixelFormat,
-    evaluation_graph,
-    graph_options,
-    training_graph,
-    training_inputs,
-)
+from dali_train.data.loading.dali import Feed, evaluation_graph, graph_options, training_graph, training_inputs
+from dali_train.data.loading.decoders import PixelFormat
 from dali_train.extras.dali_reader import DaliReaderPipeline
+from dali_train.extras.doctor.decoding import _decoding_graph
 
 GPU = PixelFormat(device_id=0, num_threads=1, dtype=torch.bfloat16, channels_last=True, pinned=False)
 PLAIN: dict[str, Any] = {}
@@ -125,7 +119,7 @@ def test_dalis_own_reader(boxes: bool, split: Split, tiny_config: Path) -> None:
 
 
 def test_decoding_whole_images() -> None:
-    pipe = dali._decoding_graph([np.zeros(1, np.uint8)], 0.5, batch_size=1, num_threads=1, device_id=0)
+    pipe = _decoding_graph([np.zeros(1, np.uint8)], 0.5, batch_size=1, num_threads=1, device_id=0)
     assert faults(pipe) == [] and devices(pipe) == ["gpu"]
 
 

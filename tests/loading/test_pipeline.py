@@ -18,7 +18,7 @@ from torchvision.transforms import v2
 from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import index_path
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.data.dataset.write_index import write_array
 from dali_train.data.loading import dali
 from dali_train.data.loading.cpu import CpuTransform
@@ -45,7 +45,7 @@ def grey_levels(images: torch.Tensor) -> np.ndarray:
 
 
 def pil_image(split: Split, image: int) -> Image.Image:
-    return Image.open(io.BytesIO(MappedFiles(split).image(image).tobytes())).convert("RGB")
+    return Image.open(io.BytesIO(stored_image(MappedFiles(split), image).tobytes())).convert("RGB")
 
 
 def pil_crops(split: Split, batch: Batch, size: int, how: Image.Resampling = Image.Resampling.BILINEAR) -> np.ndarray:

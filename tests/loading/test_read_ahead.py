@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from dali_train.config import Config
 from dali_train.data.dataset.index import INDEX_DTYPE, Split
 from dali_train.data.dataset.storage import GAP_BYTES, RUN_BYTES, MappedFiles, adjacent
-from dali_train.data.loading.read_ahead import ReadAhead
-from dali_train.data.loading.segment import Segment, read
-from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.data.loading.read_ahead import ReadAhead, read
+from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from tests.config.test_config import PLAIN
 from tests.conftest import REPOSITORY
 from tests.helpers import words
@@ -127,7 +126,8 @@ import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.segment import Segment, read
+from dali_train.data.loading.read_ahead import read
+from dali_train.data.sampling.micro_batch import Segment
 from dali_train.data.loading.read_ahead import ReadAhead
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.dataset.storage import MappedFiles

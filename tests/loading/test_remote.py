@@ -17,7 +17,7 @@ import pytest
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import fetched_metadata
-from dali_train.data.dataset.storage import MappedFiles, RangedImages
+from dali_train.data.dataset.storage import MappedFiles, RangedImages, stored_image
 from dali_train.data.loading import cache as cache_module
 from dali_train.data.loading.cache import Eviction, ImageCache, NextUse
 from dali_train.data.sampling.micro_batch import MicroBatches
@@ -57,7 +57,7 @@ def assert_all_images(images: RangedImages, dataset: Path) -> None:
     expected = MappedFiles(Split(dataset, "train"))
     numbers = np.random.default_rng(0).permutation(50)
     for got, image in zip(images.read(numbers), numbers, strict=True):
-        assert got.tobytes() == expected.image(image).tobytes()
+        assert got.tobytes() == stored_image(expected, image).tobytes()
 
 
 def test_images_are_those_on_the_disk(server: ObjectServer, dataset: Path) -> None:

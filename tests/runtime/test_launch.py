@@ -260,7 +260,7 @@ def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> N
     options += ["--local-addr", "localhost", "--monitor-interval", "0.3"]
     length = [*LONG, "--run.checkpoint_every_seconds", "1", "--run.max_steps", "40"]
     arguments = ["train", "--config", str(extended(tiny_config, SLOW)), "--run.dir", str(run), *length]
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as dali_train.runtime.torchrun sets it
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as dali_train.extras.torchrun sets it
 
     def node(launcher: str) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", launcher, *options, "-m", "dali_train", *arguments]
@@ -278,7 +278,7 @@ def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> N
     agents = [node("torch.distributed.launch")]
     try:
         wait_for(1, 1)
-        agents.append(node("dali_train.runtime.torchrun"))
+        agents.append(node("dali_train.extras.torchrun"))
         wait_for(2, 2)
         children = Path(f"/proc/{agents[1].pid}/task").glob("*/children")
         os.kill(max(int(pid) for path in children for pid in path.read_text().split()), signal.SIGKILL)

@@ -12,7 +12,6 @@ from crc32c import crc32c
 from dali_train.config import Config, MixupConfig
 from dali_train.config.command_line import read_overrides
 from dali_train.data.dataset.index import INDEX_DTYPE
-from dali_train.data.loading.segment import Segment
 from dali_train.data.sampling.draws import (
     Images,
     Mixing,
@@ -23,7 +22,7 @@ from dali_train.data.sampling.draws import (
     inception_boxes,
     padded_crops,
 )
-from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from dali_train.data.sampling.order import BlockOrder, Blocks, SampleOrder
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator, shuffled, torch_seed
 from tests.config.test_config import PLAIN

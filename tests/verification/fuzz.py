@@ -71,7 +71,7 @@ from dali_train.data.convert.sources import Archive, SourceError  # noqa: E402
 from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.index import Split  # noqa: E402
 from dali_train.data.dataset.manifest import Manifest, SplitName  # noqa: E402
-from dali_train.data.dataset.storage import MappedFiles  # noqa: E402
+from dali_train.data.dataset.storage import MappedFiles, stored_image  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
 from dali_train.data.dataset.write_index import index_shard  # noqa: E402
 from dali_train.errors import ConfigError, UserError  # noqa: E402
@@ -116,7 +116,7 @@ def read_splits(directory: Path, names: Sequence[SplitName] = ("train", "validat
         split = Split(directory, name)
         images = MappedFiles(split)
         for image in range(min(len(split), 4)):
-            bytes(images.image(image))
+            bytes(stored_image(images, image))
             split.describe(image)
 
 
@@ -254,7 +254,7 @@ def make_samples(directory: Path, names: list[str]) -> None:
         with tarfile.open(directory / "tar" / "images.tar", "w") as archive:
             for image in range(4):
                 path = directory / "images" / f"{image}.jpg"
-                path.write_bytes(bytes(MappedFiles(split).image(image)))
+                path.write_bytes(bytes(stored_image(MappedFiles(split), image)))
                 archive.add(path, arcname=f"n0000000{image}/{'a long directory name/' * 8}{image}.JPEG")
     if "checkpoint" in names:
         command = [sys.executable, "-m", "dali_train", "train", "--config", str(config)]

@@ -209,7 +209,7 @@ class Node:
         with log.open("ab") as file:
             self.agent = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "dali_train.runtime.torchrun", *agent),
+                    *(sys.executable, "-m", "dali_train.extras.torchrun", *agent),
                     *("-m", "dali_train", "train", "--config", str(config), *words),
                 ],
                 stdout=file,

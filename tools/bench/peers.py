@@ -18,8 +18,8 @@ import numpy as np
 from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import text_index_path
-from dali_train.data.dataset.storage import MappedFiles
-from tools.bench.turns import ALONE, loading_config
+from dali_train.data.dataset.storage import MappedFiles, stored_image
+from tools.bench.turns import alone, loading_config
 
 # Without recipes' noise (mstd), with which timm may posterize to 0 bits, which Pillow 13 refuses.
 RANDAUGMENT = "rand-m9-inc1"
@@ -71,7 +71,7 @@ def export_files(task: Task) -> None:
     for image, row in enumerate(split.rows):
         folder = task.files / f"{row['label']:05d}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{image:08d}.jpg").write_bytes(shards.image(image).tobytes())
+        (folder / f"{image:08d}.jpg").write_bytes(stored_image(shards, image).tobytes())
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ def _config(
 def _loader(task: Task, **settings: Any) -> Iterator[Any]:
     import torch
 
-    from dali_train.data.loading.loader import TrainLoader
+    from dali_train.data.loading.loader import RunLoader
 
     split = Split(task.dataset, "train")
-    loader = TrainLoader.of(split, _config(task, **settings), torch.device("cpu"), **ALONE, num_threads=task.threads)
+    loader = RunLoader(split, _config(task, **settings), alone(torch.device("cpu"), task.threads))
     return iter(loader.next, None)
 
 
@@ -299,7 +299,7 @@ def _export_array_record(task: Task, split: Split) -> None:
     shards = MappedFiles(split)
     writer = ArrayRecordWriter(str(task.array_record), "group_size:1,uncompressed")
     for image in range(len(split)):
-        writer.write(shards.image(image).tobytes())
+        writer.write(stored_image(shards, image).tobytes())
     writer.close()
 
 
@@ -420,7 +420,7 @@ def _export_ffcv(task: Task, split: Split) -> None:
 
         def __getitem__(self, image: int) -> tuple[Any, int]:
             row = split.rows[image]
-            return (np.array(shards.image(image)), int(row["height"]), int(row["width"])), int(row["label"])
+            return (np.array(stored_image(shards, image)), int(row["height"]), int(row["width"])), int(row["label"])
 
     writer = DatasetWriter(str(task.beton), {"image": StoredImage(write_mode=mode), "label": IntField()}, num_workers=1)
     writer.from_indexed_dataset(Images())
@@ -449,7 +449,9 @@ def _export_webdataset(task: Task, split: Split) -> None:
     shards = MappedFiles(split)
     with webdataset.TarWriter(str(task.tar)) as writer:
         for image, row in enumerate(split.rows):
-            writer.write({"__key__": f"{image:08d}", "jpg": bytes(shards.image(image)), "cls": int(row["label"])})
+            writer.write(
+                {"__key__": f"{image:08d}", "jpg": bytes(stored_image(shards, image)), "cls": int(row["label"])}
+            )
 
 
 def _libjpeg_turbo(task: Task) -> Iterator[Any]:
@@ -459,7 +461,7 @@ def _libjpeg_turbo(task: Task) -> Iterator[Any]:
     if split.manifest.encoding == "raw":
         raise NotImplementedError("raw records have no decoding stage")
     shards = MappedFiles(split)
-    contents = [shards.image(image).tobytes() for image in range(len(split))]
+    contents = [stored_image(shards, image).tobytes() for image in range(len(split))]
     coming = itertools.cycle(contents)
     with ThreadPoolExecutor(task.threads) as pool:
         while True:

@@ -32,15 +32,15 @@ from PIL import Image
 
 from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.data.loading.cache import ImageCache, join_node
-from dali_train.data.loading.loader import TrainLoader
+from dali_train.data.loading.loader import RunLoader
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
 from tests.object_server import ObjectServer
 from tools.bench.cache import simulate_cache
-from tools.bench.turns import ALONE, cpu_seconds, describe_machine, family, loading_config
+from tools.bench.turns import alone, cpu_seconds, describe_machine, family, loading_config
 
 MICRO_BATCH = 20
 SHARD_BYTES = 8 << 20  # of the peers' formats: a cache of a small dataset must hold several
@@ -170,7 +170,7 @@ def ours(task: Task, data: DataConfig) -> Epochs:
     config, launch = config_of(data, task.epochs), Launch()
     split = Split(config.data.root, "train")
     node = join_node(config.data, launch, Layout.from_config(launch, config.parallel))
-    loader = TrainLoader.of(split, config, torch.device("cpu"), **ALONE, num_threads=task.workers, node=node)
+    loader = RunLoader(split, config, alone(torch.device("cpu"), task.workers), node=node)
     for _ in range(task.epochs):
         yield (loader.next() for _ in range(len(split) // MICRO_BATCH))
     del loader
@@ -210,7 +210,7 @@ def prepared(content: bytes) -> torch.Tensor:
 def images_of(split: Split) -> Iterator[tuple[bytes, int]]:
     storage = MappedFiles(split)
     for number, label in enumerate(split.rows["label"].tolist()):
-        yield storage.image(number).tobytes(), label
+        yield stored_image(storage, number).tobytes(), label
 
 
 def write_litdata(split: Split, folder: Path) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -29,6 +29,11 @@ from dali_train.config import (
 )
 from dali_train.runtime.process import num_cores
 
+if TYPE_CHECKING:
+    import torch
+
+    from dali_train.data.loading.loader_arguments import Place
+
 # Options that several benchmarks share.
 OPTIONS: dict[str, dict[str, Any]] = {
     "dataset": {"type": Path, "metavar": "DATASET", "help": "directory with dataset.json; its training split is read"},
@@ -37,9 +42,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--rounds": {"type": int, "metavar": "N", "help": "of measurement (default: %(default)s)"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write every measurement as a JSON line"},
 }
-# Of `TrainLoader.of`: a single process, from the first step on.
-ALONE: Any = {"start_step": 0, "dp_rank": 0, "dp_size": 1}
 PACKAGES = ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy")
+
+
+def alone(device: "torch.device", num_threads: int) -> "Place":
+    """Return where the loader of a single process stands."""
+    from dali_train.data.loading.loader_arguments import Place  # imports torch, which takes seconds
+
+    return Place(dp_rank=0, dp_size=1, device=device, num_threads=num_threads)
 
 
 @dataclass(frozen=True)

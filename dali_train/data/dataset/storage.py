@@ -55,6 +55,9 @@ class Storage(Protocol):
         """Return the stored bytes of each of `images`, (size,) each, possibly as read-only views. Called in order of
         use, just before the bytes are needed."""
 
+    def content(self, shard: int, begin: int, end: int) -> memoryview:
+        """Return bytes `begin` to `end` of a shard, for what an index does not have, such as the names of images."""
+
     def prefetch(self, images: NDArray[np.int64]) -> None:
         """Fetch `images`, which are ascending, so that a `read` some seconds later does not wait. May block.
 
@@ -99,10 +102,6 @@ class MappedFiles:
         # Plain integers at once: one element of a structured array costs a microsecond, and a micro-batch has hundreds.
         spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
         return [self._map(shard)[offset : offset + size] for shard, offset, size in spans]
-
-    def image(self, number: int) -> NDArray[np.uint8]:
-        """Return the stored bytes of one image."""
-        return self.read(np.array([number]))[0]
 
     def content(self, shard: int, begin: int, end: int) -> memoryview:
         """Return bytes `begin` to `end` of a shard."""
@@ -339,10 +338,6 @@ class RangedImages:
                     future.set_exception(error)
             raise
 
-    def image(self, number: int) -> NDArray[np.uint8]:
-        """Return what is stored of one image."""
-        return self.read(np.array([number]))[0]
-
     def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """Yield (image, its stored bytes, read-only, (size,)) for each of `images`, by their places in the files."""
         runs = adjacent(self._rows, images)
@@ -424,14 +419,17 @@ def storage_of(data: DataConfig) -> Callable[[Split, DataConfig, Cache | None], 
     Raises:
         ConfigError: the URL's scheme is unknown.
     """
-    scheme, separator, _ = data.root.partition("://")
-    if not separator or data.local_copy is not None:
-        scheme = "file"
+    scheme = "file" if data.local_copy is not None else _scheme(data.root)
     if scheme not in STORAGES:
         raise ConfigError(
             f"data.root is {data.root}: there is no storage for {scheme}://, use one of {', '.join(STORAGES)}"
         )
     return STORAGES[scheme]
+
+
+def _scheme(location: str) -> str:
+    scheme, separator, _ = location.partition("://")
+    return scheme if separator else "file"
 
 
 def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
@@ -443,6 +441,15 @@ def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> li
     return [pixels.reshape(height, width, 3) for pixels, (height, width) in zip(contents, sizes, strict=True)]
 
 
-def open_shards(split: Split) -> MappedFiles | RangedImages:
-    """Return the images of a split, wherever they are. Raises DatasetError: see `MappedFiles`."""
-    return MappedFiles(split) if split.url is None and split.files is None else RangedImages(split)
+def stored_image(storage: Storage, number: int) -> NDArray[np.uint8]:
+    """Return the stored bytes of one image, (size,)."""
+    return storage.read(np.array([number]))[0]
+
+
+def open_shards(split: Split) -> Storage:
+    """Return the images of a split outside of a run, by the row of `STORAGES` for where they lie.
+
+    Raises:
+        DatasetError: see `MappedFiles`.
+    """
+    return STORAGES[_scheme(split.url or "")](split, DataConfig(root=str(split.root), read_ahead_mb=0), None)

@@ -22,7 +22,7 @@ from dali_train.data.dataset.manifest import (
     dataset_errors,
     text_index_path,
 )
-from dali_train.data.dataset.storage import open_shards
+from dali_train.data.dataset.storage import open_shards, stored_image
 from dali_train.data.dataset.tfrecord import walk_records
 from dali_train.data.dataset.write_index import map_shards, text_index
 from dali_train.data.progress import Progress
@@ -224,7 +224,7 @@ def find_duplicates(
     for position in same.tolist():
         (split, image), (other, twin) = find(int(order[position])), find(int(order[position + 1]))
         # The checksum only proposes: 32 bits and a size agree by chance once in some hundred such datasets.
-        if not np.array_equal(shards[split.name].image(image), shards[other.name].image(twin)):
+        if not np.array_equal(stored_image(shards[split.name], image), stored_image(shards[other.name], twin)):
             continue
         num_equal += 1
         if split.rows["label"][image] != other.rows["label"][twin]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
-from dali_train.data.loading.dali import PixelFormat
+from dali_train.data.loading.decoders import PixelFormat
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 _MODES = ("bilinear", "bicubic")  # of `filters`

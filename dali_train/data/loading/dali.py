@@ -1,13 +1,11 @@
-"""DALI's decoders, with workarounds for versions of nvImageCodec, and its graphs: for training, for evaluation, and for
-decoding alone.
+"""DALI's graphs, for training and for evaluation, and what feeds and runs them. `decoders` has the nodes that decode.
 
 The graphs draw no random numbers: boxes, flips, augmentations, Mixup partners and lambdas are inputs, and the outputs
 are pure functions of them. The inputs of a training graph are in one table, `INPUTS`: to add an input, add a row.
 """
 
-import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from nvidia import dali
-from nvidia.dali import backend_impl, fn, math, types
+from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline, pipeline_def
 from nvidia.dali.plugin.pytorch import feed_ndarray, to_torch_type
 from torch.autograd.profiler import record_function
@@ -26,144 +23,15 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split, sizes_of
 from dali_train.data.dataset.storage import Storage, read_stored
 from dali_train.data.loading.augment import Augmentation
+from dali_train.data.loading.decoders import (
+    COMMON_OPTIONS,
+    PixelFormat,
+    decode_boxes,
+    decoder_options,
+    decodes_boxes,
+    if_of_size,
+)
 from dali_train.data.sampling.micro_batch import MicroBatch
-
-# nvImageCodec 0.9.0 fails or crashes when it decodes a box of a JPEG on a GPU (its issue 55: an error on A100, SIGSEGV
-# on H100 and B200; 0.8.0 works). No later version is known to be fixed, so from 0.9 on complete frames are decoded and
-# sliced: the same pixels, and the hardware decoder decodes complete frames anyway. The CPU decoder has no such bug.
-_FIRST_BAD_WITH_BOXES = 900  # 0.9.0 in DALI's spelling, major * 1,000 + minor * 100 + patch
-
-LOG_VARIABLE = "DALI_NVIMGCODEC_LOG_LEVEL"
-"""Set to 4 before the first decoder is created, it makes nvImageCodec print the lines that `decoder_in_log` reads."""
-
-# RGB, without EXIF rotation, as PIL and torchvision read images. affine=True would pin threads through NVML, which
-# virtual machines and containers may not support, and override the CPU affinity that `configure_torch` has set.
-COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine": False}
-
-# Speed of a decoding thread relative to the hardware decoder: 600 ImageNet photographs/s, since nvJPEG does Huffman
-# decoding on the CPU, over 7,000/s of an H100's seven engines (NVIDIA gives 5,000/s for an A100's five). An estimate:
-# `python -m tools.bench.gpu_data` measures which share is fastest.
-_THREAD_OVER_HARDWARE = 600 / 7000
-
-
-@dataclass(frozen=True, kw_only=True)
-class PixelFormat:
-    """How images leave the data path: always (n, 3, size, size), normalised."""
-
-    device_id: int | None  # GPU on which images are decoded; None: on the CPU
-    num_threads: int
-    dtype: torch.dtype  # float32, float16 or bfloat16
-    channels_last: bool  # memory format
-    pinned: bool  # decoded on the CPU for a model on a GPU: in page-locked memory, so that the copy is asynchronous
-
-    @property
-    def dali_dtype(self) -> types.DALIDataType:
-        """Return the dtype of the DALI graph's output: float16 for bfloat16, which DALI lacks and is less precise."""
-        return types.FLOAT if self.dtype == torch.float32 else types.FLOAT16
-
-
-def decodes_boxes(pixels: PixelFormat) -> bool:
-    """Return whether only the crop box of an image is decoded, not the whole image."""
-    return pixels.device_id is None or _nvimagecodec_version() < _FIRST_BAD_WITH_BOXES
-
-
-def _nvimagecodec_version() -> int:
-    version: int = backend_impl.GetNvimgcodecVersion()  # type: ignore[attr-defined]
-    return version
-
-
-def hardware_share(data: DataConfig, num_threads: int) -> float:
-    """Return the fraction of JPEGs for a GPU's hardware decoder: data.hw_decoder_load, or a default by `num_threads`.
-
-    Hardware and threads decode at the same time and should finish together, so each gets a share in proportion to its
-    speed. NVIDIA's MLPerf configuration for 70 threads per GPU has 0.12, this formula gives 0.14.
-    """
-    if data.hw_decoder_load is not None:
-        return data.hw_decoder_load
-    return 1 / (1 + _THREAD_OVER_HARDWARE * num_threads)
-
-
-def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None = None) -> dict[str, Any]:
-    """Return the arguments of DALI's image decoders.
-
-    `split` (for training) sizes the hardware decoder's memory: DALI preallocates it for a micro-batch of images of one
-    size. That size is the 99th percentile of the split's heights and widths; for larger images the decoder allocates
-    more. Preallocating for the largest image, some tens of megapixels in ImageNet, would take tens of gigabytes.
-    """
-    if pixels.device_id is None:
-        return {"device": "cpu", **COMMON_OPTIONS}
-    options = {"device": "mixed", **COMMON_OPTIONS, "hw_decoder_load": hardware_share(data, pixels.num_threads)}
-    if split is not None:
-        for side in ("height", "width"):
-            options[f"preallocate_{side}_hint"] = int(np.percentile(split.rows[side], 99))
-    return options
-
-
-def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, size: Any = None, boxes: bool, **options: Any) -> Any:
-    """Return a node of each image's box, (height, width, 3) uint8: only the box is decoded (`boxes`), or the whole
-    image, which is then sliced.
-
-    Args:
-        anchor, shape: nodes with (2,) int32 for each image: y, x in pixels.
-        size: the node of the images' sizes by the index, see `if_of_size`; None: the box was made of the image itself.
-        options: from `decoder_options`.
-    """
-    absolute: dict[str, Any] = {"axis_names": "HW", "normalized_anchor": False, "normalized_shape": False}
-    images: Any = None if boxes else fn.decoders.image(encoded, **options)
-    if size is not None:
-        # The shape by which the decoder allocates the image; it reads the header for that, too.
-        whole = fn.peek_image_shape(encoded, adjust_orientation=False) if boxes else images.shape()
-        anchor = if_of_size(anchor, whole, size)
-    if boxes:
-        return fn.decoders.image_slice(encoded, anchor, shape, **absolute, **options)
-    return fn.slice(images, anchor, shape, **absolute)
-
-
-def if_of_size(start: Any, shape: Any, size: Any) -> Any:
-    """Return the node of `start`, (2,), which is where a region of an image begins; the graph fails if one of the
-    images has not the size that its region was made for.
-
-    So no region of another image is taken for it, or read beside one: `fn.resize` does not look whether a region is
-    within its image. It all happens on the host, before the region is used on either device, and nothing waits for a
-    GPU: of an image that is decoded there, DALI hands on the shape without the pixels (its operator's input is declared
-    as metadata).
-
-    Args:
-        shape: node with the decoded image's, (height, width, channels).
-        size: node with (2,) int32 for each image, its height and width by the index.
-    """
-    difference = fn.reductions.max(math.abs(fn.cast(shape[:2], dtype=types.INT32) - size), axes=0)
-    # `start` from its element number `difference` on: an error of fn.slice unless that is 0.
-    return fn.slice(start, difference, 2, axes=0, normalized_anchor=False, normalized_shape=False)
-
-
-def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
-    """Describe the decoder for environment.json and reports: versions and settings, plain values by name."""
-    version = _nvimagecodec_version()
-    described: dict[str, Any] = {
-        "dali": dali.__version__,
-        "nvimagecodec": f"{version // 1000}.{version // 100 % 10}.{version % 100}",
-        "device": "cpu" if pixels.device_id is None else f"cuda:{pixels.device_id}",
-        "threads": pixels.num_threads,
-        "decodes": "boxes" if decodes_boxes(pixels) else "complete images, then slices",
-    }
-    if pixels.device_id is not None:
-        described["hw_decoder_load"] = hardware_share(data, pixels.num_threads)
-    return described
-
-
-def decoder_in_log(log: str) -> dict[str, str | int]:
-    """Parse nvImageCodec's log (`LOG_VARIABLE`) for a GPU's "nvJPEG" (version) and "hardware engines".
-
-    Empty if the CPU decodes.
-    """
-    found: dict[str, str | int] = {}
-    if version := re.search(r"nvJPEG version:? *(\d[\d.]*)", log):
-        found["nvJPEG"] = version[1]
-    if engines := re.search(r"num_hw_engines *= *(\d+)", log):
-        found["hardware engines"] = int(engines[1])
-    return found
-
 
 Item = TypeVar("Item")
 Explain = Callable[[RuntimeError], Exception]
@@ -505,32 +373,3 @@ def in_format(images: torch.Tensor, pixels: PixelFormat) -> torch.Tensor:
     """Return a graph's images, (n, 3, h, w) or (n, h, w, 3), as (n, 3, h, w) of the pixel format's dtype."""
     images = images.to(pixels.dtype)
     return images.permute(0, 3, 1, 2) if pixels.channels_last else images  # (n, h, w, 3) in memory is channels-last
-
-
-def decode_repeatedly(
-    encoded: Sequence[NDArray[np.uint8]], device_id: int | None, *, rounds: int, hw_decoder_load: float = 0.0
-) -> Iterator[list[NDArray[np.uint8]]]:
-    """Decode whole images as one batch, `rounds` times, and yield their pixels, (h, w, 3) each.
-
-    Args:
-        device_id: a GPU; None: the CPU.
-        hw_decoder_load: the fraction for the GPU's hardware decoder, if it has one.
-
-    Raises:
-        RuntimeError: DALI cannot decode them.
-    """
-    pipe = _decoding_graph(encoded, hw_decoder_load, batch_size=len(encoded), num_threads=1, device_id=device_id)
-    pipe.build()
-    for _ in range(rounds):
-        (images,) = pipe.run()
-        on_host = images if device_id is None else images.as_cpu()
-        yield [np.array(on_host.at(number)) for number in range(len(encoded))]
-
-
-@pipeline_def
-def _decoding_graph(encoded: Sequence[NDArray[np.uint8]], hw_decoder_load: float) -> Any:
-    # Not constants, which could be on the GPU: a mixed decoder needs the files on the CPU.
-    files = fn.external_source(source=lambda: list(encoded), batch=True, dtype=types.UINT8, ndim=1)
-    on_gpu = {"device": "mixed", "hw_decoder_load": hw_decoder_load}
-    options = {"device": "cpu"} if Pipeline.current().device_id is None else on_gpu
-    return fn.decoders.image(files, **options, **COMMON_OPTIONS)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import CONTENT, SplitName, dataset_content
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading.cache import Node
-from dali_train.data.loading.dali import PixelFormat
+from dali_train.data.loading.decoders import PixelFormat
 from dali_train.data.loading.loader_arguments import (
     Place,
     blank_images,
@@ -47,8 +47,8 @@ from dali_train.data.loading.pipelines import (
     TrainingPipeline,
     without_waiting,
 )
-from dali_train.data.loading.segment import Segment, ordered, read, segment_at
-from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, view_configs
+from dali_train.data.loading.read_ahead import ordered, read
+from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, Segment, segment_at, view_configs
 from dali_train.errors import RunError
 
 DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
@@ -202,48 +202,12 @@ class TrainLoader(_Loader[TrainingPipeline]):
         dp_rank: int | None = None,
         dp_size: int | None = None,
         group: dist.ProcessGroup | None = None,
-    ) -> Self:
+    ) -> "TrainLoader":
         """Return the loader of the micro-batches that the trainer has with `config`. See the class for the others."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        loader = cls.__new__(cls)
-        pixels = pixel_format(config, place.device, place.num_threads)
-        node = place.node(config.data)
         split = Split(config.data.root, "train", exclude=config.data.exclude)
-        loader._begin(split, config, pixels, place, node)
-        loader._targets = targets
-        return loader
-
-    @classmethod
-    def of(
-        cls,
-        split: Split,
-        config: Config,
-        device: torch.device,
-        *,
-        start_step: int,
-        dp_rank: int,
-        dp_size: int,
-        num_threads: int,
-        decodes: bool = True,
-        node: Node | None = None,
-    ) -> Self:
-        """Return the trainer's loader, which begins at once to prepare the micro-batches from `start_step` on.
-
-        Args:
-            decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws)
-                but no images.
-            node: this process's view of the cache of its node, if there is one.
-
-        Raises:
-            ConfigError, DatasetError: a setting cannot be satisfied; the message names it.
-        """
-        loader = cls.__new__(cls)
-        place = Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
-        pixels = pixel_format(config, device, num_threads)
-        loader._begin(split, config, pixels, place, node, decodes=decodes, step=start_step)
-        loader._open()
-        return loader
+        return RunLoader(split, config, place, node=place.node(config.data), targets=targets)
 
     def _begin(
         self,
@@ -464,6 +428,43 @@ class TrainLoader(_Loader[TrainingPipeline]):
         return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size, views=views)
 
 
+class RunLoader(TrainLoader):
+    """The micro-batches that a run has: all settings are those of its config.
+
+    Args:
+        node: this process's view of the cache of its node, if there is one.
+        start_step: of the first micro-batch.
+        decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws) but
+            no images.
+
+    Raises:
+        ConfigError: there are more coordinates than micro-batches.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        config: Config,
+        place: Place,
+        *,
+        node: Node | None = None,
+        start_step: int = 0,
+        decodes: bool = True,
+        targets: Targets = "classes",
+    ) -> None:
+        pixels = pixel_format(config, place.device, place.num_threads)
+        self._begin(split, config, pixels, place, node, decodes=decodes, step=start_step)
+        self._targets = targets
+
+    def prepare(self) -> None:
+        """Begin at once to prepare micro-batches, which otherwise `next` does.
+
+        Raises:
+            ConfigError, DatasetError: a setting cannot be satisfied; the message names it.
+        """
+        self._open()
+
+
 class EvalLoader(_Loader[EvaluationPipeline]):
     """One coordinate's part of a split for evaluation: every image once, on any number of coordinates.
 
@@ -509,39 +510,11 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         dp_rank: int | None = None,
         dp_size: int | None = None,
         group: dist.ProcessGroup | None = None,
-    ) -> Self:
+    ) -> "EvalLoader":
         """Return the loader of the images that an evaluation of the trainer with `config` has."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        loader = cls.__new__(cls)
-        pixels = pixel_format(config, place.device, place.num_threads)
-        split = Split(config.data.root, "validation")
-        size = config.batch.micro_batch
-        loader._begin(split, config.data, pixels, place, size, place.node(config.data))
-        return loader
-
-    @classmethod
-    def of(
-        cls,
-        split: Split,
-        config: Config,
-        device: torch.device,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        num_threads: int,
-        decodes: bool,
-        images: NDArray[np.int64],
-        node: Node | None,
-    ) -> Self:
-        """Return the trainer's loader of `images`, (n,) rows of the split, see `TrainLoader.of`."""
-        loader = cls.__new__(cls)
-        place = Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
-        pixels = pixel_format(config, device, num_threads)
-        size = config.batch.micro_batch
-        loader._begin(split, config.data, pixels, place, size, node, images=images, decodes=decodes)
-        loader._open()
-        return loader
+        return RunEvalLoader(Split(config.data.root, "validation"), config, place, node=place.node(config.data))
 
     def _begin(
         self,
@@ -595,3 +568,30 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         if self.batches and self._decodes:
             arguments = (self._split, self.batches, self._data, self._pixels, self._node)
             self._pipeline = uninterrupted(lambda: EvaluationPipeline(*arguments))
+
+
+class RunEvalLoader(EvalLoader):
+    """The images that an evaluation of a run has, or some of them: all settings are those of its config.
+
+    Args:
+        images: (n,) rows of the split; None: all.
+        node, decodes: as in `RunLoader`.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        config: Config,
+        place: Place,
+        *,
+        node: Node | None = None,
+        decodes: bool = True,
+        images: NDArray[np.int64] | None = None,
+    ) -> None:
+        pixels = pixel_format(config, place.device, place.num_threads)
+        size = config.batch.micro_batch
+        self._begin(split, config.data, pixels, place, size, node, images=images, decodes=decodes)
+
+    def prepare(self) -> None:
+        """Open the pipeline now, which otherwise the first iteration does."""
+        self._open()

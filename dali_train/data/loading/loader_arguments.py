@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dali_train.config import Config, DataConfig, MixupConfig, SampleConfig, View
 from dali_train.config.check import checked, close_value, require
 from dali_train.data.loading.cache import Node, join_node
-from dali_train.data.loading.dali import PixelFormat
+from dali_train.data.loading.decoders import PixelFormat
 from dali_train.data.sampling.micro_batch import view_configs
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout

@@ -26,7 +26,6 @@ from dali_train.data.loading.dali import (
     Ahead,
     Feed,
     Look,
-    PixelFormat,
     crop_graph,
     crop_inputs,
     evaluation_graph,
@@ -36,6 +35,7 @@ from dali_train.data.loading.dali import (
     training_graph,
     training_inputs,
 )
+from dali_train.data.loading.decoders import PixelFormat
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.errors import DatasetError
 

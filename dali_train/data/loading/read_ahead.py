@@ -24,13 +24,39 @@ from numpy.typing import NDArray
 
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import Storage
-from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.data.loading.cache import Node
+from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, Segment
 from dali_train.errors import DatasetError
 
 logger = logging.getLogger("dali_train")
 
 NUM_THREADS = 4  # requests in flight of one rank; a host has several ranks
 _END_S = 5.0
+
+
+def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:
+    """Iterate over the micro-batches of a segment, and beyond it, without end."""
+    micro_batches = micro_batches or MicroBatches(split.rows, segment.config, segment.views, split.kept)
+    return (micro_batches(step, k) for step, k in segment)
+
+
+def read(split: Split, segment: Segment, storage: Storage, node: Node | None = None) -> Iterator[MicroBatch]:
+    """Iterate over the segment's micro-batches while their bytes are read ahead, and the cache of `node` is kept within
+    its limit."""
+    data, batch = segment.config.data, segment.config.batch
+    micro_batches = MicroBatches(split.rows, segment.config, segment.views, split.kept)
+    chosen = ordered(split, segment, micro_batches)
+    # Never more than an epoch ahead, which covers every image once.
+    images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, split.num_images // segment.dp_size)
+    num_ahead = max(1, images // batch.micro_batch)
+    if node is not None:
+        eviction = node.eviction(split, segment.config, start_step=segment.start_step, num_ahead=num_ahead)
+        chosen = chosen if eviction is None else eviction.follow(chosen)
+    if data.read_ahead_mb == 0:
+        return chosen
+    # Look the same number of steps ahead if this coordinate has one micro-batch per step less than others.
+    num_ahead = max(1, num_ahead * len(segment.numbers) // batch.grad_accum_steps(segment.dp_size))
+    return ReadAhead(split, storage, micro_batches, chosen, iter(segment), num_ahead)
 
 
 class ReadAhead(Iterator[MicroBatch]):

@@ -1,11 +1,12 @@
 """The core of the invariant: micro-batch k of step s is a pure function of (dataset, seed, s, k).
 
 The world size is not an argument. Every rank would compute the same micro-batch, so a run can be spread over any number
-of ranks, stopped, and resumed on another number.
+of ranks, stopped, and resumed on another number. A `Segment` says which of them one rank computes.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -171,3 +172,45 @@ class MicroBatches:
             dropout_seed=torch_seed(seed, Purpose.DROPOUT, step=step, k=k),
             size=data.train_size,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The micro-batches of one data-parallel coordinate from `start_step` to before `end_step`, while training images
+    have one size.
+
+    Coordinate r of W has the micro-batches r, r + W, r + 2 W, ... of every step. A coordinate, not the global rank:
+    with model parallelism several ranks share one.
+
+    Iterating yields (step, k) of each, and does not stop at `end_step`: what prepares micro-batches looks ahead.
+    """
+
+    config: SampleConfig  # with that size
+    start_step: int
+    end_step: float = math.inf
+    dp_rank: int
+    dp_size: int
+    num_done: int = 0  # of the coordinate's micro-batches of `start_step`, which are left out
+    views: tuple[View, ...] = ()  # of every image
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for step in itertools.count(self.start_step):
+            for k in self.numbers[self.num_done if step == self.start_step else 0 :]:
+                yield step, k
+
+    @property
+    def numbers(self) -> range:
+        """Which micro-batches of a step this coordinate has; others may have one more."""
+        return range(self.dp_rank, self.config.batch.num_micro_batches, self.dp_size)
+
+
+def segment_at(
+    config: SampleConfig, num_images: int, *, start_step: int, dp_rank: int, dp_size: int, num_done: int = 0
+) -> Segment:
+    """Return the segment of `start_step` from there on; it ends where data.progressive changes the size of images."""
+    sizes = config.sizes_by_step(num_images)
+    ends = [*(start for start, _ in sizes[1:]), math.inf]
+    sized, end = next((sized, end) for (_, sized), end in zip(sizes, ends, strict=True) if start_step < end)
+    return Segment(
+        config=sized, start_step=start_step, end_step=end, dp_rank=dp_rank, dp_size=dp_size, num_done=num_done
+    )

@@ -33,7 +33,7 @@ from dali_train.data.dataset.image_file import (
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.dataset.tfrecord import write_records
-from dali_train.data.loading.dali import PixelFormat
+from dali_train.data.loading.decoders import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError
 from dali_train.extras.indexing.foreign_shards import build_index

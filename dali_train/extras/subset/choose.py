@@ -14,7 +14,7 @@ from dali_train.data.convert.image import StoredImage
 from dali_train.data.convert.sources import Image, Images, SourceError, Sources, printable
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
-from dali_train.data.dataset.storage import open_shards
+from dali_train.data.dataset.storage import open_shards, stored_image
 from dali_train.data.sampling.rng import shuffled
 from dali_train.extras.image_names import ImageNames
 from dali_train.files import read_lines
@@ -40,7 +40,7 @@ class DatasetSource:
     def read(self, image: Image) -> StoredImage:
         number = int(image.name.rpartition(" ")[2])
         row = self._split.rows[number]
-        content = self._shards.image(number).tobytes()
+        content = stored_image(self._shards, number).tobytes()
         is_raw = self._split.manifest.encoding == "raw"
         name = self._names.find(number) or f"{self._split.name}_{number}"
         return StoredImage(content, int(row["height"]), int(row["width"]), is_raw=is_raw, name=name)

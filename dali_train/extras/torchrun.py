@@ -1,4 +1,4 @@
-"""Starting the ranks of a host by torchrun's agent: ``python -m dali_train.runtime.torchrun OPTIONS -m dali_train ...``
+"""Starting the ranks of a host by torchrun's agent: ``python -m dali_train.extras.torchrun OPTIONS -m dali_train ...``
 with the trainer's exit status.
 
 torchrun itself ends with status 1 whatever the status of its workers, but Kubernetes and the like must know whether to

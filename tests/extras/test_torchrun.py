@@ -1,4 +1,4 @@
-"""`dali_train.runtime.torchrun`: torchrun that ends with the trainer's exit status."""
+"""`dali_train.extras.torchrun`: torchrun that ends with the trainer's exit status."""
 
 import os
 import signal
