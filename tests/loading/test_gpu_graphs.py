@@ -18,6 +18,7 @@ from nvidia.dali.pipeline import Pipeline, pipeline_def
 from dali_train.config import DataConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage
+from dali_train.data.loading import dali
 from dali_train.data.loading.augment import OPERATORS, Augmentation
 from dali_train.data.loading.dali import Feed, evaluation_graph, graph_options, training_graph, training_inputs
 from dali_train.data.loading.decoders import PixelFormat
