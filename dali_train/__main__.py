@@ -7,7 +7,7 @@ from typing import Any
 
 
 def main() -> int:
-    """Run the command line, for which this waits to import anything: Ctrl-C meanwhile is no error."""
+    """Run the command line. Imports happen here, so that Ctrl-C during them ends quietly."""
     _open_missing_streams()
     if sys.flags.optimize > 1:
         words = "python -OO (PYTHONOPTIMIZE=2) leaves docstrings out, without which DALI cannot be imported: unset it"
@@ -22,8 +22,8 @@ def main() -> int:
 
 
 def _open_missing_streams() -> None:
-    """Let a standard stream that is closed lead to nowhere: a run does not fail for that nobody hears it, and no file
-    that is opened later takes its descriptor, into which libraries may print."""
+    """Let a standard stream that is closed lead to nowhere: a run does not fail because nobody reads its output, and
+    no file opened later takes the descriptor, into which libraries may print."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -34,7 +34,7 @@ def _open_missing_streams() -> None:
                 os.close(nowhere)
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
-    # What is said there changes no run's fate, and its end does not depend on a full disk or a reader who left.
+    # A run does not fail because its messages cannot be written: the disk is full, or the reader has left.
     errors = _Unfailing(2, "w", closefd=False)
     sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True, write_through=True)
 

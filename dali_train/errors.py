@@ -70,7 +70,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
             1,
         )
     if isinstance(error, RecursionError) and not _is_ours(files[-1]):  # a parser's: json, ast, pickle
-        return "a file or value is nested too deeply: write it anew", 1
+        return "a file or value is nested too deeply: simplify or regenerate it", 1
     if isinstance(error, UnicodeError):
         content = repr(error.object) if isinstance(error, UnicodeEncodeError | UnicodeDecodeError) else str(error)
         return f"text that is not UTF-8: {content[:120]}", 1

@@ -189,7 +189,7 @@ def json_field(values: dict[str, Any], name: str, kind: type[T]) -> T:
     """Return the value `name` of an object from `read_json`.
 
     Raises:
-        ForeignFileError: it is missing, or of another type than `kind`; an int is a float, but a bool is no number.
+        ForeignFileError: it is missing, or of another type than `kind`; ints are accepted as floats, bools are not.
     """
     if name not in values:
         raise ForeignFileError(f"{name} is missing")

@@ -150,7 +150,7 @@ def test_init_of_a_bucket(dataset: Path, s3_server: S3Server, tmp_path: Path) ->
 def test_init_knows_the_gpu(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["init", str(dataset), "--output", str(tmp_path / "new" / "config.py"), "--gpu-memory"]
     assert main([*words, "2"]) == 2
-    assert "--gpu-memory is 2 GB, which does not fit one image" in capsys.readouterr().err
+    assert "--gpu-memory 2 GB is too small for a single image" in capsys.readouterr().err
     assert main([*words, "16"]) == 0
     config = load_config(tmp_path / "new" / "config.py")
     assert (config.batch.global_batch, config.batch.micro_batch, config.model.name) == (64, 64, "dali_resnet34_cifar")

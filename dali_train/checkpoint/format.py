@@ -317,7 +317,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_chosen(path: Path) -> Checkpoint:
-    """Read the checkpoint that a command was told to use, as `load_checkpoint`: there is no other one in its place."""
+    """Load the checkpoint named on the command line; unlike `load_newest`, never fall back to another."""
     try:
         return load_checkpoint(path)
     except DamagedError as error:

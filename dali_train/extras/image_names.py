@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from dali_train.data.convert.sources import SourceError, printable
+from dali_train.data.convert.sources import SourceError, printable_name
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import Storage
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
@@ -29,7 +29,7 @@ class ImageNames:
         row = self._split.rows[number]
         shard = int(row["shard"])
         if self._split.files is not None:
-            name = printable(self._split.files.name(shard))
+            name = printable_name(self._split.files.name(shard))
             return name if row["size"] == self._split.files.num_bytes[shard] else f"{name}:{row['offset']}"
         record = number - int(self._split.first_images[shard])
         offsets = [*self._record_offsets(shard)[record : record + 2].tolist(), self._split.shards[shard].num_bytes]

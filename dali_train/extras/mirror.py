@@ -149,7 +149,7 @@ class Mirror:
     def finish(self, asked: Callable[[], StopReason] = lambda: StopReason.NONE) -> str:
         """Upload all new files, and wait until they are uploaded. Return what is not, and why; empty if all are.
 
-        Bytes that a failed attempt sent, and the next one sends again, are no progress.
+        Bytes sent again after a failed attempt do not count as progress.
 
         Args:
             asked: why to stop now, since the run was saved.

@@ -33,7 +33,7 @@ from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.optim import Ema, check_groups, check_shardwise, make_clip, make_optimizer
-from dali_train.training.pipelined import Pipeline, PipelineTrainer
+from dali_train.training.pipelined import PipelineTrainer, StageRunner
 from dali_train.training.precision import Precision, choose_tf32, compute_in
 from dali_train.training.schedule import schedule_of
 from dali_train.training.timing import PhaseClock
@@ -98,7 +98,7 @@ class RunPlan:
 
 
 def fit_to_ranks(config: Config, launch: Launch) -> Layout:
-    """Return the layout of the ranks, after checking what is quickly checked: names, batch and pipeline.
+    """Return the layout of the ranks, after the cheap checks: names, batch and pipeline.
 
     Raises:
         ConfigError: there is no such loss or schedule, or the batch or pipeline does not fit the number of ranks.
@@ -331,7 +331,7 @@ def build_trainer(
     )
     if not parallel.stages:
         return trainer
-    return PipelineTrainer(**vars(trainer), pipeline=Pipeline(parallel, config, num_classes))
+    return PipelineTrainer(**vars(trainer), pipeline=StageRunner(parallel, config, num_classes))
 
 
 def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_threads: int) -> None:

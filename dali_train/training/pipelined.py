@@ -32,7 +32,7 @@ _LOGITS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # autocast's
 _SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}  # torch's names
 
 
-class Pipeline:
+class StageRunner:
     """torch's schedule over the stages of this rank."""
 
     def __init__(self, parallel: Parallel, config: Config, num_classes: int) -> None:
@@ -86,7 +86,7 @@ class _PipelineStage(PipelineStage):
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: StageRunner,
         module: VitStage,
         device: torch.device,
         group: dist.ProcessGroup,
@@ -124,7 +124,7 @@ class _Wrapped(nn.Module):
 class PipelineTrainer(Trainer):
     """A trainer of one rank's stages."""
 
-    pipeline: Pipeline
+    pipeline: StageRunner
 
     def forward_backward(self, step: int, loader: TrainLoader) -> tuple[tuple[MicroBatch, ...], Batch]:
         """Do the same as `Trainer.forward_backward`; on ranks without the first stage the batch has no images."""

@@ -223,7 +223,7 @@ def test_a_bit_that_flips_in_a_finished_shard_is_written_anew(
         capsys.readouterr()
         assert data(*options[:-1], late) == 1
         error = capsys.readouterr().err
-        assert f"{shard}: has CRC32C" in error and "Start the same command again: it writes faulty shards anew" in error
+        assert f"{shard}: has CRC32C" in error and "Start the same command again: faulty shards are rewritten" in error
         assert not (late / "dataset.json").exists()
     assert data(*options[:-1], late) == 0
     assert files_of(late) == files_of(tmp_path / "sound")

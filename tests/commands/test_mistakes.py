@@ -262,7 +262,7 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ("train --config digits --num-process 2", "--num-process is not a setting: use --num-processes"),
     (
         "train --config vit-b16 --data.root nowhere",
-        "nowhere: this directory does not exist; use that of a dataset",
+        "nowhere: this directory does not exist: set data.root",
     ),
     (
         "plan --config vit-b16 --world_size 129",

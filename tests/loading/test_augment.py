@@ -24,7 +24,7 @@ from dali_train.data.loading.augment import OPERATORS, Operator, slide
 from dali_train.data.loading.decoders import COMMON_OPTIONS, decode_boxes, describe_decoder, hardware_share
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, IndexedPipeline, mix
-from dali_train.data.sampling.draws import Images, draw_mixing
+from dali_train.data.sampling.draws import DrawInput, draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.policy import IDENTITY, draw_operators, erased_boxes, policy_of
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
@@ -165,9 +165,9 @@ def test_unknown_operators_are_refused(config: Config) -> None:
         loader_of(augmented(config, "rand-tRotate+Solarise"))
 
 
-def drawn_for(epochs: np.ndarray, images: np.ndarray) -> Images:
+def drawn_for(epochs: np.ndarray, images: np.ndarray) -> DrawInput:
     sides = np.ones(len(images), int)
-    return Images(epochs=epochs, numbers=images, heights=sides, widths=sides)
+    return DrawInput(epochs=epochs, numbers=images, heights=sides, widths=sides)
 
 
 def test_draws_are_pure_functions_of_image_and_epoch() -> None:

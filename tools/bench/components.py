@@ -24,7 +24,7 @@ from torchvision.transforms import RandomResizedCrop
 
 from dali_train.config import DataConfig, MixupConfig, ModelConfig
 from dali_train.data.loading.augment import OPERATORS
-from dali_train.data.sampling.draws import BOXES, Images, draw_mixing
+from dali_train.data.sampling.draws import BOXES, DrawInput, draw_mixing
 from dali_train.data.sampling.policy import draw_operators, policy_of
 from dali_train.extras.models import SinCosVisionTransformer
 from dali_train.training.model import initialising
@@ -102,7 +102,7 @@ def crop_counts(kind: str, draws: int) -> Array:
     counts = np.zeros((HEIGHT + 1) * (WIDTH + 1), dtype=np.int64)
     for start in range(0, draws, 500_000):
         numbers = np.arange(start, min(start + 500_000, draws))
-        images = Images(
+        images = DrawInput(
             epochs=np.zeros_like(numbers),
             numbers=numbers,
             heights=np.full_like(numbers, HEIGHT),
@@ -204,7 +204,7 @@ def augmented_grid(count: int, seed: int) -> tuple[Array, Array]:
     policy = policy_of(DataConfig(root=".", augment="big-vision"))
     numbers, side = np.arange(count), np.full(count, 224)
     chosen, levels = draw_operators(
-        seed, policy, Images(epochs=np.zeros_like(numbers), numbers=numbers, heights=side, widths=side)
+        seed, policy, DrawInput(epochs=np.zeros_like(numbers), numbers=numbers, heights=side, widths=side)
     )
     seen: dict[tuple[Any, ...], Array] = {}
     sums, squares = np.zeros(256), np.zeros(256)

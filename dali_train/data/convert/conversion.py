@@ -164,8 +164,8 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
             finish: do what remains when all shards are there.
 
     Raises:
-        DatasetError: `out` holds another conversion or other files, or no plan for a part, or to finish not all
-            shards.
+        DatasetError: `out` holds another conversion or other files, has no plan for this part, or lacks shards at
+            --finish.
         RunError: bad images and ``on_bad`` is fail, the disk is full, or the disk gives back something
             else than what was written.
         SourceError: the source changed meanwhile.
@@ -173,7 +173,7 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     out = conversion.out
     part = Part.parse(phase) if phase not in ("all", "plan", "finish") else None
     state, finished = out / ".conversion", out / ".conversion.finished"
-    _forget_absent_names(out, state)
+    _revalidate_nfs_directories(out, state)
     shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
     where = conversion.destination
     nothing = [f"{where} is complete already: nothing to do. `dali-train data verify {where}` checks it"]
@@ -235,9 +235,9 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     return [*counted, *lines, f"{where} is ready"]
 
 
-def _forget_absent_names(out: Path, state: Path) -> None:
-    """Have an NFS client ask its server again for files that were not there when it looked: for up to a minute it
-    remembers that, unless their directory has been opened since. Another machine may have written them."""
+def _revalidate_nfs_directories(out: Path, state: Path) -> None:
+    """Open the directories, so that an NFS client drops its cache of missing files: for up to a minute it would not see
+    what another machine has written."""
     for directory in (out.parent, out, state, *(out / split for split in SPLITS)):
         with suppress(OSError), os.scandir(directory):  # it may not be there
             pass
@@ -269,8 +269,8 @@ def _upload_or_verify(conversion: Conversion) -> list[str]:
         (out / "dataset.json").unlink()
         faults = "\n  ".join(findings.problems)
         raise RunError(
-            f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew, or "
-            "names their part. Check the disk"
+            f"{out} is faulty:\n  {faults}\nStart the same command again: faulty shards are rewritten, or "
+            "the part that has to be repeated is named. Check the disk"
         )
     return findings.summary()
 

@@ -40,7 +40,7 @@ class SourceError(DatasetError):
     """A source that its command does not expect; the message names the file, the position in it and the remedy."""
 
 
-def printable(name: str) -> str:
+def printable_name(name: str) -> str:
     """Decode a file name; bytes that are not UTF-8 become \\xNN, so that distinct names stay distinct."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
@@ -59,7 +59,7 @@ class Image(NamedTuple):
     @property
     def location(self) -> str:
         """`file` and `name`, for messages."""
-        return printable(f"{self.file}{'' if self.file.endswith('/') else ':'}{self.name}")
+        return printable_name(f"{self.file}{'' if self.file.endswith('/') else ':'}{self.name}")
 
 
 class Source(Protocol):
@@ -114,7 +114,7 @@ class Images:
         self.labels = np.array(labels, dtype=np.int32)
         self.num_bytes = sum(self._sizes)
         self._facts = {
-            "name": printable(Path(root).name),
+            "name": printable_name(Path(root).name),
             "num_images": len(labels),
             "num_bytes": self.num_bytes,
             **facts,
@@ -134,7 +134,7 @@ class Images:
     def name(self, number: int) -> str:
         """Return the record's image/filename: the location below the root."""
         location = self[number].location
-        return location.removeprefix(printable(f"{self._root}:")).removeprefix(printable(f"{self._root}/"))
+        return location.removeprefix(printable_name(f"{self._root}:")).removeprefix(printable_name(f"{self._root}/"))
 
     def part(self, rows: NDArray[np.int64], fraction: float | None = None) -> "Images":
         """Return some of the images, by their numbers; `fraction` is the one that `hold_out` was called with."""
@@ -218,7 +218,7 @@ def read_range(image: Image) -> bytes:
         with Path(image.file).open("rb", buffering=0) as file:
             content = os.pread(file.fileno(), image.size, image.offset)
     except OSError as error:
-        raise SourceError(f"{printable(image.file)}: cannot be read any more ({error.strerror})") from None
+        raise SourceError(f"{printable_name(image.file)}: cannot be read any more ({error.strerror})") from None
     return checked_length(content, image)
 
 
@@ -315,14 +315,14 @@ class Directory:
                 ordered = sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
             raise SourceError(
-                f"{printable(directory)}: cannot be read ({error.strerror}): allow it, or move it"
+                f"{printable_name(directory)}: cannot be read ({error.strerror}): allow it, or move it"
             ) from None
         root, place = f"{self.path}/", prefix.partition("/")[0]
         for entry in ordered:
             if is_hidden(entry.name):
                 yield PassedOver(place, HIDDEN)
                 continue
-            location = printable(entry.path)
+            location = printable_name(entry.path)
             try:
                 status = entry.stat()
             except FileNotFoundError:
@@ -389,7 +389,7 @@ class Archive:
         size = os.fstat(self._descriptor).st_size
         position, end = (within.offset, within.offset + within.size) if within else (0, size)
         file = str(self.path)
-        headers: Any = _Part(self._descriptor, position, end)
+        headers: Any = _FileRange(self._descriptor, position, end)
         try:
             tar = tarfile.TarFile(fileobj=headers, encoding="utf-8", errors="surrogateescape")
             while (entry := tar.next()) is not None:
@@ -397,11 +397,11 @@ class Archive:
                 there = end - entry.offset_data
                 if entry.issparse() or not (entry.isreg() or entry.isdir()):
                     raise SourceError(
-                        f"member {printable(entry.name)!r} is a link or a special file: only files are read"
+                        f"member {printable_name(entry.name)!r} is a link or a special file: only files are read"
                     )
                 if not 0 <= entry.size <= there:
                     raise SourceError(
-                        f"member {printable(entry.name)!r} has {entry.size} bytes, {there} are there: truncated"
+                        f"member {printable_name(entry.name)!r} has {entry.size} bytes, {there} are there: truncated"
                     )
                 position = tar.offset
                 name = entry.name.removeprefix("./")
@@ -414,7 +414,7 @@ class Archive:
                     yield Image(file, name, entry.offset_data, entry.size, is_packed=self.is_gzipped)
             self._check_end(position, end)
         except (SourceError, tarfile.TarError, ValueError, OverflowError) as error:
-            inner = f" ({printable(within.name)} in it)" if within else ""
+            inner = f" ({printable_name(within.name)} in it)" if within else ""
             hint = "" if isinstance(error, SourceError) else ": not a plain or gzipped tar, or damaged here"
             raise SourceError(f"{self.path}{inner}: at byte {position}: {error}{hint}") from error
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL)
@@ -441,7 +441,7 @@ def _images_only(walk: Iterable[Image | PassedOver]) -> Iterator[Image]:
     return (entry for entry in walk if isinstance(entry, Image))
 
 
-class _Part:
+class _FileRange:
     """The bytes from `begin` to `end` of a file, unbuffered, for `tarfile` to read headers from."""
 
     def __init__(self, descriptor: int, begin: int, end: int) -> None:

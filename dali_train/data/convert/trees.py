@@ -19,7 +19,7 @@ from dali_train.data.convert.sources import (
     Sources,
     hold_out,
     open_container,
-    printable,
+    printable_name,
 )
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import (
@@ -82,7 +82,7 @@ def folders(
                     f"classes: name it alone with --train, or name {paths[split]}/{min(folders_of_splits)} (of an "
                     "archive once it is unpacked)"
                 )
-        listed = {split: _list_images(container, _Part()) for split, container in containers.items()}
+        listed = {split: _list_images(container, _SplitFiles()) for split, container in containers.items()}
     if class_names is None:
         for listing in listed.values():
             _refuse_other_level(listing)
@@ -112,7 +112,7 @@ def _top_folders(container: Container) -> set[str]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SplitFiles:
     """Which files of a container are those of a split.
 
     Args:
@@ -155,8 +155,8 @@ def _list_splits(
                 raise SourceError(f"{container.path}: {' and '.join(sorted(same))} are one split: keep one of them")
     listed: dict[SplitName, _Listing] = {}
     for split in splits_of_words({*words.values()}).values():
-        part = _Part(words, split, is_first=not listed, anywhere=anywhere)
-        listed[split] = _list_images(container, part)
+        files = _SplitFiles(words, split, is_first=not listed, anywhere=anywhere)
+        listed[split] = _list_images(container, files)
     return listed
 
 
@@ -171,7 +171,7 @@ class _Listing:
     deeper: set[Parts]  # the folders below class folders, if all images lie in such
 
 
-def _list_images(container: Container, part: _Part) -> _Listing:
+def _list_images(container: Container, files: _SplitFiles) -> _Listing:
     """List the files in the class folders of a split. Raises SourceError: an image outside of one, or of all splits."""
     numbers: dict[str, int] = {}
     folders_there: dict[str, bool] = {}  # class folder -> whether something in it is passed over
@@ -180,25 +180,25 @@ def _list_images(container: Container, part: _Part) -> _Listing:
     def images() -> Iterator[Image | PassedOver]:
         for entry in container.walk(folders=True):
             if isinstance(entry, PassedOver):
-                if part.is_first:
+                if files.is_first:
                     yield entry
                 continue
             path = PurePosixPath(entry.name)
             is_folder = entry.name.endswith("/")
             is_image = not is_folder and path.suffix.lower() in IMAGE_SUFFIXES
-            split, start = part.below(path.parts)
+            split, start = files.below(path.parts)
             inside = path.parts[start:]
-            if split != part.split:
-                if split is None and part.is_first and not is_folder:
+            if split != files.split:
+                if split is None and files.is_first and not is_folder:
                     if is_image and start == 0:
-                        raise SourceError(_stray(container, part, path.parts, start))
+                        raise SourceError(_stray(container, files, path.parts, start))
                     yield PassedOver("", TEST_SPLIT) if start else PassedOver.by_suffix(_folder(path.parts), path.name)
             elif is_folder:
                 if inside:
                     folders_there.setdefault(inside[0], False)
             elif is_image:
                 if len(inside) < 2:
-                    raise SourceError(_stray(container, part, path.parts, start))
+                    raise SourceError(_stray(container, files, path.parts, start))
                 deeper.add(inside[:-1][:2])
                 yield entry._replace(label=numbers.setdefault(inside[0], len(numbers)))
             else:
@@ -213,26 +213,26 @@ def _list_images(container: Container, part: _Part) -> _Listing:
     if any(len(folder) < 2 for folder in deeper):
         deeper.clear()
     empty = [folder for folder in folders_there if folder not in numbers]
-    return _Listing(container.path / part.folder, listed, list(numbers), empty, deeper)
+    return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper)
 
 
 def _folder(parts: Parts) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
-def _stray(container: Container, part: _Part, parts: Parts, start: int) -> str:
+def _stray(container: Container, files: _SplitFiles, parts: Parts, start: int) -> str:
     """Return the message for an image in no class folder, of which `start` parts lead to its split."""
-    name, leaf = (shortened(printable(text), _MOST_LETTERS) for text in ("/".join(parts), parts[-1]))
-    if not part.words:
+    name, leaf = (shortened(printable_name(text), _MOST_LETTERS) for text in ("/".join(parts), parts[-1]))
+    if not files.words:
         return (
             f"{name}: an image outside of a class folder: expected CLASS/{leaf} in {container.path}: move it, or if "
             f"{container.path.name} is a class itself, name the folder above it"
         )
-    folder = next((folder for folder, word in part.words.items() if word == "train"), min(part.words))
+    folder = next((folder for folder, word in files.words.items() if word == "train"), min(files.words))
     alone = f"name {container.path}/{folder} alone"
     if start == 0:
         return (
-            f"{name}: an image outside of {', '.join(sorted(part.words))}, the folders of the splits in "
+            f"{name}: an image outside of {', '.join(sorted(files.words))}, the folders of the splits in "
             f"{container.path}: move it away, or {alone} (of an archive once it is unpacked)"
         )
     return (
@@ -249,9 +249,9 @@ def _refuse_other_level(listing: _Listing) -> None:
         below.setdefault(name, set()).add(folder)
     if not below or len(min(below.values(), key=len)) < 2 or any(each != below[min(below)] for each in below.values()):
         return
-    shown = shortened(printable(min(below)), _MOST_LETTERS)
+    shown = shortened(printable_name(min(below)), _MOST_LETTERS)
     common = ", ".join(
-        shortened(printable(folder), _MOST_LETTERS) for folder in sorted(below[min(below)])[:_MOST_NAMED]
+        shortened(printable_name(folder), _MOST_LETTERS) for folder in sorted(below[min(below)])[:_MOST_NAMED]
     )
     if len(below) == 1:
         raise SourceError(
@@ -270,11 +270,11 @@ def _described(classes: Sequence[str], passed_over: Counter[PassedOver]) -> str:
     texts = []
     for name in classes[:_MOST_NAMED]:
         here = Counter({one.reason: count for one, count in passed_over.items() if one == (name, one.reason)})
-        counts = [f"{count:,} {shortened(printable(reason), 20)}" for reason, count in here.most_common(3)]
+        counts = [f"{count:,} {shortened(printable_name(reason), 20)}" for reason, count in here.most_common(3)]
         others = here.total() - sum(count for _, count in here.most_common(3))
         counts += [f"{others:,} other"] if others else []
         shown = "empty" if EMPTY in here or not here else ", ".join(counts)
-        texts.append(f"{shortened(printable(name), _MOST_LETTERS)} ({shown})")
+        texts.append(f"{shortened(printable_name(name), _MOST_LETTERS)} ({shown})")
     more = [f"and {len(classes) - _MOST_NAMED} more"] if len(classes) > _MOST_NAMED else []
     return ", ".join([*texts, *more])
 
@@ -300,13 +300,13 @@ def _with_common_labels(
         unknown = sorted(set(listing.classes) - set(folders_there))
         if unknown:
             raise SourceError(
-                f"{split} has the class {shortened(printable(unknown[0]), _MOST_LETTERS)!r}, {first} has not "
+                f"{split} has the class {shortened(printable_name(unknown[0]), _MOST_LETTERS)!r}, {first} has not "
                 f"({len(unknown)} such classes): the class folders must agree"
             )
     if class_names is None:
         ordered = order_classes(folders_there, class_order)
         number_of: Mapping[str, int] = {name: number for number, name in enumerate(ordered)}
-        names = [printable(name) for name in ordered]
+        names = [printable_name(name) for name in ordered]
     else:
         names = read_class_names(class_names)
         number_of = number_classes(folders_there, names, class_names)

@@ -189,8 +189,8 @@ class Manifest:
         except FileNotFoundError:
             if not directory.is_dir():
                 raise DatasetError(
-                    f"{directory}: this directory does not exist; use that of a dataset, which has dataset.json "
-                    "(data.root, data.eval_sets)"
+                    f"{directory}: this directory does not exist: set data.root, or data.eval_sets, to one that has "
+                    "dataset.json"
                 ) from None
             raise NoDatasetError(f"{path} is missing", directory) from None
 

@@ -26,7 +26,7 @@ from dali_train.data.dataset.open_files import OPEN_FILES
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError, MissingObjectError
 
-Image = NDArray[np.uint8]
+ImageBytes = NDArray[np.uint8]
 T = TypeVar("T")
 RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
@@ -36,9 +36,9 @@ _ATTEMPTS = 3  # at an image from a store whose checksum is wrong
 class Cache(Protocol):
     """Keeps images of an object store on a disk of this node."""
 
-    def load(self, image: int) -> Image | None: ...
+    def load(self, image: int) -> ImageBytes | None: ...
 
-    def store(self, image: int, content: Image) -> None: ...
+    def store(self, image: int, content: ImageBytes) -> None: ...
 
 
 class Storage(Protocol):
@@ -256,7 +256,7 @@ class RangedImages:
             self.ranges = FileRanges(split.files)
         self.portion_bytes = self.ranges.portion_bytes
         self._cache, self._most_bytes = cache, staged_bytes
-        self._staged: OrderedDict[int, tuple[Future[Image], int]] = OrderedDict()  # and how often it will be read
+        self._staged: OrderedDict[int, tuple[Future[ImageBytes], int]] = OrderedDict()  # and how often it will be read
         self._num_staged_bytes = 0
         self._changing = threading.Lock()
 
@@ -268,7 +268,7 @@ class RangedImages:
 
     def prefetch(self, images: NDArray[np.int64]) -> None:
         """Fetch `images`, which are distinct, into memory or into the cache."""
-        mine: dict[int, Future[Image]] = {}
+        mine: dict[int, Future[ImageBytes]] = {}
         with self._changing:
             for image in images.tolist():
                 if image in self._staged:
@@ -281,21 +281,21 @@ class RangedImages:
         self._bring(mine)
         self._drop_surplus(mine)
 
-    def read(self, images: NDArray[np.int64]) -> list[Image]:
+    def read(self, images: NDArray[np.int64]) -> list[ImageBytes]:
         """Return the stored bytes of each of `images`, read-only, (size,) each.
 
         Raises:
             DatasetError: a shard is missing or has changed, or an image's checksum is wrong repeatedly.
         """
-        futures: dict[int, Future[Image]] = {}
-        missing: dict[int, Future[Image]] = {}
+        futures: dict[int, Future[ImageBytes]] = {}
+        missing: dict[int, Future[ImageBytes]] = {}
         with self._changing:
             for image in dict.fromkeys(images.tolist()):
                 futures[image] = self._take(image) or missing.setdefault(image, Future())
         self._bring(missing)
         return [futures[image].result() for image in images.tolist()]
 
-    def _take(self, image: int) -> Future[Image] | None:
+    def _take(self, image: int) -> Future[ImageBytes] | None:
         if image not in self._staged:
             return None
         future, count = self._staged[image]
@@ -318,7 +318,7 @@ class RangedImages:
             while self._num_staged_bytes > 2 * self._most_bytes:  # read before it arrived, and not prefetched again
                 self._drop(next(iter(self._staged)))
 
-    def _bring(self, futures: dict[int, Future[Image]]) -> None:
+    def _bring(self, futures: dict[int, Future[ImageBytes]]) -> None:
         """Set the result of each future to its image, from the cache or from the store."""
         try:
             missing = []

@@ -191,6 +191,8 @@ def checked_views(views: int | Sequence[View], config: SampleConfig) -> tuple[Vi
         f"reader {config.data.reader}": config.data.reader != "index",
     }
     for name in (name for name in conflicts if conflicts[name] and views):
-        raise ConfigError(f"views with {name}, which goes with a single view of an image: leave one of them out")
+        raise ConfigError(
+            f"views with {name}, which goes with a single view of an image: leave {name} or the views out")
+        )
     view_configs(config, views)  # checks sizes and areas
     return tuple(views)

@@ -80,25 +80,25 @@ class ReadAhead(Iterator[MicroBatch]):
         num_ahead: int,
     ) -> None:
         self._chosen = chosen
-        self._plan = _Plan(split, storage, micro_batches, schedule, num_ahead)
-        weakref.finalize(self, self._plan.stop)
-        self._plan.start()
+        self._prefetcher = _Prefetcher(split, storage, micro_batches, schedule, num_ahead)
+        weakref.finalize(self, self._prefetcher.stop)
+        self._prefetcher.start()
 
     def __next__(self) -> MicroBatch:
         micro_batch = next(self._chosen)
-        self._plan.taken()
-        if self._plan.fault is not None:
-            raise self._plan.fault
+        self._prefetcher.taken()
+        if self._prefetcher.fault is not None:
+            raise self._prefetcher.fault
         return micro_batch
 
 
-class _Plan:
-    """The plan of what to read when, and the threads that carry it out.
+class _Prefetcher:
+    """Works out what to read when, and has threads that do it.
 
     It holds no reference to ReadAhead, so that its finalizer can stop these threads.
     """
 
-    _started: "weakref.WeakSet[_Plan]" = weakref.WeakSet()
+    _started: "weakref.WeakSet[_Prefetcher]" = weakref.WeakSet()
 
     def __init__(
         self,
@@ -133,12 +133,12 @@ class _Plan:
     def end_all(cls) -> None:
         """Stop all threads and wait. If the interpreter ends while a thread is in NumPy's C++ code (``np.unique``
         without the GIL), the thread cannot unwind and the process ends with SIGABRT."""
-        plans = list(cls._started)
-        for plan in plans:
-            plan.stop()
+        prefetchers = list(cls._started)
+        for prefetcher in prefetchers:
+            prefetcher.stop()
         end = time.monotonic() + _END_S  # a storage may never answer
-        for plan in plans:
-            for thread in plan._threads:
+        for prefetcher in prefetchers:
+            for thread in prefetcher._threads:
                 thread.join(max(0.0, end - time.monotonic()))
 
     def taken(self) -> None:
@@ -201,4 +201,4 @@ class _Plan:
         return np.concatenate([np.empty(0, dtype=np.int64), *(order.images_in(*window) for window in new)])
 
 
-atexit.register(_Plan.end_all)
+atexit.register(_Prefetcher.end_all)

@@ -14,7 +14,7 @@ Candidates = Callable[[NDArray[np.intp], NDArray[np.int64]], tuple[NDArray[np.in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Images:
+class DrawInput:
     """What the draws of n images depend on besides the seed, each (n,)."""
 
     epochs: NDArray[np.int64]
@@ -25,7 +25,7 @@ class Images:
 
 def crop_boxes(
     seed: int,
-    images: Images,
+    images: DrawInput,
     *,
     area: tuple[float, float],
     aspect: tuple[float, float],
@@ -60,7 +60,7 @@ def crop_boxes(
 
 
 def inception_boxes(
-    seed: int, images: Images, *, area: tuple[float, float], aspect: tuple[float, float]
+    seed: int, images: DrawInput, *, area: tuple[float, float], aspect: tuple[float, float]
 ) -> NDArray[np.int32]:
     """Draw TensorFlow's sample_distorted_bounding_box, the original Inception crop, in the form of `crop_boxes`.
 
@@ -128,7 +128,7 @@ def _first_that_fits(
 
 
 def flips(
-    seed: int, images: Images, *, probability: float, vertical: float = 0.0, alternating: bool = False
+    seed: int, images: DrawInput, *, probability: float, vertical: float = 0.0, alternating: bool = False
 ) -> NDArray[np.int32]:
     """Return 1 where the image is mirrored, 2 where it is upside down, 3 where it is both, else 0, shape (n,).
 
@@ -148,7 +148,7 @@ def flips(
     return flipped
 
 
-def filters(seed: int, images: Images, interpolation: str) -> NDArray[np.int32]:
+def filters(seed: int, images: DrawInput, interpolation: str) -> NDArray[np.int32]:
     """Return 1 where the image is resized bicubically and 0 where bilinearly, each with half of the probability, shape
     (n,); shape (0,) unless data.interpolation is random."""
     if interpolation != "random":
@@ -158,7 +158,7 @@ def filters(seed: int, images: Images, interpolation: str) -> NDArray[np.int32]:
 
 
 def padded_crops(
-    seed: int, images: Images, *, side: int, padding: int, reflect: bool = False
+    seed: int, images: DrawInput, *, side: int, padding: int, reflect: bool = False
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Draw squares of `side` pixels from images with `padding` pixels on each side, as torchvision's RandomCrop.
 

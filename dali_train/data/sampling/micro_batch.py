@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import MixupConfig, SampleConfig, View
 from dali_train.config.check import require
-from dali_train.data.sampling.draws import BOXES, Images, Mixing, draw_mixing, filters, flips, padded_crops
+from dali_train.data.sampling.draws import BOXES, DrawInput, Mixing, draw_mixing, filters, flips, padded_crops
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.data.sampling.policy import draw_operators, erased_boxes, erasing_noise, policy_of
 from dali_train.data.sampling.rng import Purpose, torch_seed
@@ -140,7 +140,7 @@ class MicroBatches:
         epochs = epochs * num_views + view  # as for repeats: no two views of an image have the same number
         rows = self._rows[images]
         heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
-        looks = Images(epochs=epochs, numbers=images, heights=heights, widths=widths)
+        looks = DrawInput(epochs=epochs, numbers=images, heights=heights, widths=widths)
         if data.crop_side is None:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
             boxes = BOXES[data.crop](seed, looks, area=data.crop_area, aspect=data.crop_aspect)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.config.augment_spec import AugmentSpec, parse_augment
-from dali_train.data.sampling.draws import Images, crop_boxes
+from dali_train.data.sampling.draws import DrawInput, crop_boxes
 from dali_train.data.sampling.rng import Purpose, philox_generator, uniform
 
 IDENTITY = "Identity"
@@ -189,7 +189,7 @@ _CIFAR_NAMES = {
 }
 
 
-def draw_operators(seed: int, policy: Policy, images: Images) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def draw_operators(seed: int, policy: Policy, images: DrawInput) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return (operators, levels), each (n, policy.num_steps): indices into policy.names, and signed strengths.
 
     Each step of each image has its own counter, and so has each choice among a group's alternatives.
@@ -228,7 +228,7 @@ def _table(policy: Policy, group: Group, number: int) -> NDArray[np.float64]:
     return np.array([(policy.names.index(s.operator), s.probability, s.level, s.std, s.max_level) for s in steps])
 
 
-def erased_boxes(seed: int, images: Images, *, probability: float, size: int) -> NDArray[np.int32]:
+def erased_boxes(seed: int, images: DrawInput, *, probability: float, size: int) -> NDArray[np.int32]:
     """Return the box to erase from each training image, (n, 4): top, left, height, width in pixels; all 0: none.
 
     Zhong et al., "Random erasing", arXiv 1708.04896, with timm's ranges: 2 % to a third of the area, aspects from 0.3

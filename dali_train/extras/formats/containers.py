@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
-from dali_train.data.convert.sources import Archive, Image, SourceError, Sources, printable
+from dali_train.data.convert.sources import Archive, Image, SourceError, Sources, printable_name
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.errors import ConfigError
@@ -101,9 +101,9 @@ def _samples_of_key(
             rest = [file for file in files if file not in (images[stem][0], labels[stem][0])]
         elif (images[stem] or labels[stem]) and (stem == key or not has_sample):
             there = f"{plural(len(images[stem]), 'image')} and {plural(len(labels[stem]), f'{ending} file')}"
-            others = ", ".join(sorted({_suffix(file) or printable(file.name) for file in files} - {ending}))
+            others = ", ".join(sorted({_suffix(file) or printable_name(file.name) for file in files} - {ending}))
             raise SourceError(
-                f"{printable(f'{archive.path}:{stem}')}: has {there}: there must be one of each side by side, as "
+                f"{printable_name(f'{archive.path}:{stem}')}: has {there}: there must be one of each side by side, as "
                 f"KEY.jpg and KEY{ending} (there is {others or 'nothing else'}, and images are {_KINDS}); write the "
                 "tar anew, or name the field of a KEY.json with --label-key"
             )

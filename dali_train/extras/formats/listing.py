@@ -26,7 +26,7 @@ from dali_train.data.convert.sources import (
     SourceError,
     Sources,
     hold_out,
-    printable,
+    printable_name,
     read_range,
 )
 from dali_train.data.dataset.image_file import BadImageError
@@ -110,8 +110,8 @@ def list_splits(
         raise SourceError(f"--source {source}: has no *{ending}: name the directory that holds them, or one such file")
     if None in files and len(files) > 1:
         raise SourceError(
-            f"{printable(str(files[None][0]))}: train, val or test is in the names of other files, but not in this "
-            "one: rename it, or move it out of --source"
+            f"{printable_name(str(files[None][0]))}: train, val or test is in the names of other files, but not in "
+            "this one: rename it, or move it out of --source"
         )
     used = splits_of_words([word for word in files if word is not None])
     chosen: dict[SplitName, list[Path]] = {split: files[word] for word, split in used.items()}

@@ -55,7 +55,10 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.ranks is not None:
         raise ConfigError("--ranks needs --from-timm: the number of GPUs is known when a run starts, leave it out")
     if options.gpu_memory is not None and options.seconds is not None:
-        raise ConfigError("--for with --gpu-memory: the time is measured on this machine, so leave one of them out")
+        raise ConfigError(
+            "--for with --gpu-memory, which is of another machine, while the time is measured on this one: leave "
+            "--gpu-memory out"
+        )
     write_config(
         options.root,
         options.output,

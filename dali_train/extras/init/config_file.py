@@ -110,7 +110,7 @@ def write_config(
     if gpu_memory_gb is not None:
         largest = estimate_memory(config, network).largest_micro_batch(gpu_memory_gb * 1e9, config.batch.global_batch)
         if largest is None:
-            raise ConfigError(f"--gpu-memory is {gpu_memory_gb:g} GB, which does not fit one image: use a larger GPU")
+            raise ConfigError(f"--gpu-memory {gpu_memory_gb:g} GB is too small for a single image: use a larger GPU")
         reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
         choice = replace(choice, micro_batch=largest, reason=reason)
     if is_here and on_cpu and (speedup := bf16_speedup(config, network, split.num_classes)) >= FASTER:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.conversion import check_seed
 from dali_train.data.convert.image import StoredImage
-from dali_train.data.convert.sources import Image, Images, SourceError, Sources, printable
+from dali_train.data.convert.sources import Image, Images, SourceError, Sources, printable_name
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.storage import open_shards, stored_image
@@ -51,7 +51,7 @@ class DatasetSource:
             shards = self._split.manifest.splits[self._split.name].image_checksums_crc32c
         chosen = crc32c(self._labels.data, crc32c(self._images.data, crc32c(repr(shards).encode())))
         return Images(
-            self, str(root).rstrip("/"), name=printable(self._split.dataset_name), chosen_crc32c=f"{chosen:08x}"
+            self, str(root).rstrip("/"), name=printable_name(self._split.dataset_name), chosen_crc32c=f"{chosen:08x}"
         )
 
 
