@@ -330,28 +330,38 @@ class Mirror:
         For example: the mirror has steps 4 and 6, and 4 is the best. The run has saved 8 and removed 6. Then 8 is
         uploaded, 4 and 8 are recorded as complete, and the files of 6 are deleted.
         """
-        local, recorded = self._local(), self._claim.checkpoints
+        local = self._local()
+        recorded = self._claim.checkpoints
         for folder in sorted(local.wanted - recorded.keys(), reverse=True):
             if not self._claim.renew(begun=[folder]):
                 return
             self._upload_checkpoint(folder, local.paths[folder])
+        complete = self._complete(local)
+        if complete == recorded and self._sent and not last:  # no news
+            return
+        if not self._upload_small_files(local):
+            return
+        if self._claim.renew(complete):
+            self._remove_unfinished()
+
+    def _complete(self, local: "_Local") -> Checkpoints:
+        """Return the checkpoints to record as complete: those of the run directory that the mirror has now."""
+        recorded = self._claim.checkpoints
         complete = {
             folder: found for folder, found in local.evaluations.items() if folder in local.wanted or folder in recorded
         }
-        if not complete:
-            complete = recorded  # a run directory that lost its checkpoints costs the mirror none
-        is_news = complete != recorded or last or not self._sent
-        if not is_news:
-            return
+        return complete or recorded  # a run directory that lost its checkpoints costs the mirror none
+
+    def _upload_small_files(self, local: "_Local") -> bool:
+        """Return whether they were uploaded: False if another holder has the mirror."""
         for name in _SMALL_FILES:
             if name not in self._versions:
                 self._versions[name] = self._bucket.version(name)
         if not self._claim.renew():  # from here on none of these versions is another holder's
-            return
+            return False
         for name, path in self._files(local.paths).items():
             self._upload(name, path)
-        if self._claim.renew(complete):
-            self._remove_unfinished()
+        return True
 
     def _local(self) -> "_Local":
         """Look through the run directory. Raises FileNotFoundError: a checkpoint was removed meanwhile."""

@@ -192,7 +192,7 @@ def checked_views(views: int | Sequence[View], config: SampleConfig) -> tuple[Vi
     }
     for name in (name for name in conflicts if conflicts[name] and views):
         raise ConfigError(
-            f"views with {name}, which goes with a single view of an image: leave {name} or the views out")
+            f"views with {name}, which goes with a single view of an image: leave {name} or the views out"
         )
     view_configs(config, views)  # checks sizes and areas
     return tuple(views)

@@ -289,48 +289,64 @@ class Translation:
             self.lose("model_dtype", "the weights themselves stay float32, only what is computed is half as wide")
 
     def _optimizer(self) -> None:
-        name, ahead = self.opt.lower().removeprefix("fused"), self.opt.lower().startswith("lookahead_")
-        name = name.removeprefix("lookahead_")
+        name = self.opt.lower().removeprefix("fused").removeprefix("lookahead_")
         if name not in list_optimizers():
             raise ConfigError(
                 f"--opt {printable(self.opt)}: timm has no such optimizer; timm.optim.list_optimizers() lists them"
             )
         self.put("optimizer.name", name, "opt")
         self._peak(name)
-        if ahead and self.model_ema:
-            self.lose("opt", "Lookahead is the moving average of the weights here, and the other needs it: left out")
-        elif ahead:
-            note = "Lookahead: half of the way every 6 steps"
-            for setting, value in (("decay", 0.5), ("every_steps", 6), ("lookahead", True)):
-                self.put(f"ema.{setting}", value, "opt", note=note)
+        if self.opt.lower().startswith("lookahead_"):
+            self._lookahead()
         info = get_optimizer_info(name)
-        accepted = inspect.signature(get_optimizer_class(name, bind_defaults=False).__init__).parameters
-        own = {key: one.default for key, one in accepted.items()} | (info.defaults or {})
-        for one, argument in (("eps", "opt_eps"), ("betas", "opt_betas")):
-            given = self.arguments[argument]
-            wanted = own.get(one) if given is None else tuple(given) if isinstance(given, list) else given
-            if one == "betas" and info.num_betas != 2:  # optimizer.betas has two
-                self.put("optimizer.kwargs.betas", wanted if given is not None else None, argument)
-            elif wanted is None and one in own:
-                self.lose(
-                    "opt", f"its own {one} depends on the weights; this config has the default of optimizer.{one}"
-                )
-            elif wanted is not None:
-                self.put(f"optimizer.{one}", wanted, argument, own=f"{name}'s own")
+        parameters = inspect.signature(get_optimizer_class(name, bind_defaults=False).__init__).parameters
+        defaults = {key: parameter.default for key, parameter in parameters.items()} | (info.defaults or {})
+        self._eps_and_betas(name, defaults, has_two_betas=info.num_betas == 2)
         if info.has_momentum:
             self.put("optimizer.kwargs.momentum", self.momentum, "momentum")
-        for one, value in self.opt_kwargs.items():
-            setting = f"optimizer.{one}" if one in ("eps", "betas") else f"optimizer.kwargs.{one}"
+        for key, value in self.opt_kwargs.items():
+            setting = f"optimizer.{key}" if key in ("eps", "betas") else f"optimizer.kwargs.{key}"
             self.put(setting, value, "opt_kwargs")
         # All vectors, and what the model names, are free of weight decay there.
         self.put("optimizer.exclude_vectors", "and-tokens", note="as train.py does")
-        bound, clips_itself = self.clip_grad or None, own.get("max_grad_norm")
-        names = ["clip_grad"] if bound is not None else []
-        if clips_itself is not None and self.opt_kwargs.get("max_grad_norm", clips_itself) is not None:
-            if self.clip_mode == "norm" or bound is None:
-                names, bound = [*names, "opt"], min(clips_itself, bound or math.inf)
-            else:
-                self.lose("clip_mode", f"{name} also clips by norm there, at {clips_itself:g}: one of them is left out")
+        self._clipping(name, defaults.get("max_grad_norm"))
+
+    def _lookahead(self) -> None:
+        if self.model_ema:
+            self.lose("opt", "Lookahead is the moving average of the weights here, and the other needs it: left out")
+            return
+        note = "Lookahead: half of the way every 6 steps"
+        for setting, value in (("decay", 0.5), ("every_steps", 6), ("lookahead", True)):
+            self.put(f"ema.{setting}", value, "opt", note=note)
+
+    def _eps_and_betas(self, optimizer: str, defaults: Mapping[str, Any], *, has_two_betas: bool) -> None:
+        """Put what was given, or else the optimizer's own: its defaults differ from those of the config's."""
+        for key, argument in (("eps", "opt_eps"), ("betas", "opt_betas")):
+            given = self.arguments[argument]
+            if isinstance(given, list):
+                given = tuple(given)
+            if key == "betas" and not has_two_betas:  # optimizer.betas has two
+                self.put("optimizer.kwargs.betas", given, argument)
+                continue
+            wanted = defaults.get(key) if given is None else given
+            if wanted is not None:
+                self.put(f"optimizer.{key}", wanted, argument, own=f"{optimizer}'s own")
+            elif key in defaults:
+                self.lose(
+                    "opt", f"its own {key} depends on the weights; this config has the default of optimizer.{key}"
+                )
+
+    def _clipping(self, optimizer: str, own_bound: float | None) -> None:
+        """Put the bound of the gradient: of two by norm, train.py's and the optimizer's own, the smaller one."""
+        bound = self.clip_grad or None
+        names = [] if bound is None else ["clip_grad"]
+        if self.opt_kwargs.get("max_grad_norm", own_bound) is None:  # switched off
+            own_bound = None
+        if own_bound is not None and bound is not None and self.clip_mode != "norm":
+            self.lose("clip_mode", f"{optimizer} also clips by norm there, at {own_bound:g}: one of them is left out")
+        elif own_bound is not None:
+            bound = min(own_bound, bound or math.inf)
+            names.append("opt")
         self.put("optimizer.clip_grad_norm", bound, *(names or ["clip_grad"]))
         if bound is not None and self.clip_mode != "norm" and self.clip_grad:
             self.put("optimizer.clip_mode", self.clip_mode, "clip_mode")
