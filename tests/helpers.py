@@ -142,7 +142,10 @@ def state_difference(a: Path, b: Path) -> float:
     """The largest |a - b| / |a| of a tensor in the newest checkpoints: weights, moving averages and the optimizer's
     state."""
     (one, _), (other, _) = (load_newest(path / "checkpoints") for path in (a, b))
-    assert one is not None and other is not None and one.step == other.step and one.state.keys() == other.state.keys()
+    assert one is not None
+    assert other is not None
+    assert one.step == other.step
+    assert one.state.keys() == other.state.keys()
     assert one.state["model"].keys() == other.state["model"].keys()
     differences = [relative_differences(one.state[name], other.state[name]) for name in one.state]
     return max(value for each in differences for value in each.values())

@@ -46,8 +46,10 @@ def bench(name: str, arguments: list[str]) -> None:
 
 def test_a_generated_dataset_is_always_the_same(tmp_path: Path) -> None:
     write_dataset(tmp_path, num_train=5, num_validation=3, num_classes=4)
-    train, validation = Split(tmp_path, "train"), Split(tmp_path, "validation")
-    assert train.rows["label"].tolist() == [0, 1, 2, 3, 0] and validation.rows["label"].tolist() == [1, 2, 3]
+    train = Split(tmp_path, "train")
+    validation = Split(tmp_path, "validation")
+    assert train.rows["label"].tolist() == [0, 1, 2, 3, 0]
+    assert validation.rows["label"].tolist() == [1, 2, 3]
     assert stored_image(MappedFiles(train), 3).tobytes() == generated_jpeg(3)
     bytes_per_pixel = train.rows["size"] / (train.rows["height"].astype(float) * train.rows["width"])
     assert 0.4 < np.mean(bytes_per_pixel) < 0.8
@@ -146,7 +148,8 @@ def test_goals_beside_what_was_measured() -> None:
 def test_the_parts_of_a_borrowed_gpu_fit_its_time(minutes: int, tmp_path: Path) -> None:
     parts = gpu.plan(gpu_options(tmp_path, quick=False))
     names = [part.name for part in parts]
-    assert len(set(names)) == len(names) and all(part.limit_s <= 300 for part in parts)
+    assert len(set(names)) == len(names)
+    assert all(part.limit_s <= 300 for part in parts)
     assert all(not part.needs or part.needs in names[: names.index(part.name)] for part in parts)
     chosen = [part for part in parts if part.minutes <= minutes]
     assert {part.needs for part in chosen} <= {"", *(part.name for part in chosen)}
@@ -205,7 +208,8 @@ def test_orders_and_scale_of_small_datasets(
 
 
 def test_a_ratio_beyond_its_bound_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    speed, time = Bound(name="speed", usual=1.0, least=0.5), Bound(name="time", usual=1.0, most=2.0)
+    speed = Bound(name="speed", usual=1.0, least=0.5)
+    time = Bound(name="time", usual=1.0, most=2.0)
     assert report([(speed, 0.5), (time, 2.0)]) == 0
     assert report([(speed, 0.49), (time, 1.0)]) == 1
     assert report([(speed, 1.0), (time, 2.1)]) == 1

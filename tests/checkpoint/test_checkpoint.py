@@ -73,8 +73,11 @@ def names(directory: Path) -> list[str]:
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     """Also by other programs: DCP by the names a model has, safetensors, sha256sum; "newest" is a stable name."""
     save(make_writer(tmp_path), 3, 4)
-    loaded, path = load_checkpoint(tmp_path / "step-00000004"), tmp_path / "newest"
-    assert loaded.step == 4 and loaded.values.scaler == {"scale": 4} and same(loaded.state, state(4))
+    loaded = load_checkpoint(tmp_path / "step-00000004")
+    path = tmp_path / "newest"
+    assert loaded.step == 4
+    assert loaded.values.scaler == {"scale": 4}
+    assert same(loaded.state, state(4))
     assert loaded.values.weights == {str(step): {"model": weights_digest(state(step)["model"])} for step in (3, 4)}
     assert loaded.state["optimizer"]["state.head.weight.exp_avg"].dtype == torch.float64
     weights = {"model": {"head.weight": torch.zeros(7, 5)}}
@@ -198,30 +201,44 @@ def test_missing_files_and_nothing_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": 2}, "format is 2 and this version reads 1"),
-        ({"format": None}, "format is None and this version reads 1"),
-        ({"files": {"/dev/zero": "0" * 64}}, "plain file name"),
-        ({"files": {"../elsewhere": "0" * 64}}, "plain file name"),
-        ({"files": {"fifo": "0" * 64}}, "fifo .*is not a regular file"),
-        ({"files": {"link": "0" * 64}}, "link .*is not a regular file"),
-        ({"files": {"manifest.json": 7}}, "json is a whole number instead of text"),
-        ({"files": []}, "files is an array instead of an object"),
-        ({"files": {}}, "files has 0 names"),
-        ({"step": "1"}, "step is text instead of a whole number"),
-        ({"step": True}, "step is true or false"),
-        ({"step": 10**18}, "step is 1000"),
-        ({"step": 10**400}, "the number 1000"),
-        ({"values": 3}, "values is a whole number"),
-        ({"values": {"recipe": {"a": [[[]]] * 3 + [eval("[" * 40 + "]" * 40)]}}}, "levels deep"),
-        ({"values": {"class_names": [1, 2]}}, "values: class_names is "),
-        ({"values": {"optimizer": []}}, "values: optimizer is "),
-        ({"values": {"optimizer": {"class": "Lamb", "groups": [{"step": "x"}], "numbers": {}}}}, "values: groups is "),
-        ({"values": {"scaler": [1]}}, "values: scaler is "),
-        ({"values": {"recipe": None}}, "values: recipe is "),
-        ({"values": {"dropout": "layer"}}, "values: dropout is "),
+        pytest.param({"format": 2}, "format is 2 and this version reads 1", id="a later format"),
+        pytest.param({"format": None}, "format is None and this version reads 1", id="no format"),
+        pytest.param({"files": {"/dev/zero": "0" * 64}}, "plain file name", id="an absolute file name"),
+        pytest.param({"files": {"../elsewhere": "0" * 64}}, "plain file name", id="a name that leads out"),
+        pytest.param({"files": {"fifo": "0" * 64}}, "fifo .*is not a regular file", id="a FIFO"),
+        pytest.param({"files": {"link": "0" * 64}}, "link .*is not a regular file", id="a link to a device"),
+        pytest.param(
+            {"files": {"manifest.json": 7}}, "json is a whole number instead of text", id="a number for a checksum"
+        ),
+        pytest.param({"files": []}, "files is an array instead of an object", id="a list of files"),
+        pytest.param({"files": {}}, "files has 0 names", id="no files"),
+        pytest.param({"step": "1"}, "step is text instead of a whole number", id="a step as text"),
+        pytest.param({"step": True}, "step is true or false", id="a step as bool"),
+        pytest.param({"step": 10**18}, "step is 1000", id="a step of 19 digits"),
+        pytest.param({"step": 10**400}, "the number 1000", id="a step of 401 digits"),
+        pytest.param({"values": 3}, "values is a whole number", id="values as a number"),
+        pytest.param(
+            {"values": {"recipe": {"a": [[[]]] * 3 + [eval("[" * 40 + "]" * 40)]}}}, "levels deep", id="a deep recipe"
+        ),
+        pytest.param({"values": {"class_names": [1, 2]}}, "values: class_names is ", id="class names as numbers"),
+        pytest.param({"values": {"optimizer": []}}, "values: optimizer is ", id="optimizer as a list"),
+        pytest.param(
+            {"values": {"optimizer": {"class": "Lamb", "groups": [{"step": "x"}], "numbers": {}}}},
+            "values: groups is ",
+            id="a group with text",
+        ),
+        pytest.param({"values": {"scaler": [1]}}, "values: scaler is ", id="scaler as a list"),
+        pytest.param({"values": {"recipe": None}}, "values: recipe is ", id="no recipe"),
+        pytest.param({"values": {"dropout": "layer"}}, "values: dropout is ", id="dropout of another kind"),
         *(
-            (text, r"manifest\.json cannot be read as the manifest")
-            for text in (b"[]", b"null", b"[" * 100_000, b"\xff", b"{}")
+            pytest.param(text, r"manifest\.json cannot be read as the manifest", id=name)
+            for name, text in {
+                "a list": b"[]",
+                "null": b"null",
+                "100,000 brackets": b"[" * 100_000,
+                "no UTF-8": b"\xff",
+                "an empty object": b"{}",
+            }.items()
         ),
     ],
 )

@@ -108,7 +108,8 @@ def test_ranks_that_do_not_divide_a_step() -> None:
     two = ParallelConfig(tensor=TensorConfig(size=2))
     layouts = [Layout.from_config(Launch(rank=rank, world_size=8, port=1), two) for rank in range(0, 8, 2)]
     assert [layout.num_local_micro_batches(7) for layout in layouts] == [2, 2, 2, 1]
-    assert layouts[0].describe_idle(8) == "" and layouts[0].describe_idle(7) == ": 12.5% idle; 14 would have none"
+    assert layouts[0].describe_idle(8) == ""
+    assert layouts[0].describe_idle(7) == ": 12.5% idle; 14 would have none"
     ranks = Layout.from_config(Launch(rank=0, world_size=57, port=1), ParallelConfig())
     assert ranks.describe_idle(128) == ": 25.1% idle; 64 would have none"
 

@@ -45,7 +45,8 @@ def test_every_recipe_loads_and_says_how_to_run_it(name: str) -> None:
     assert f"--config configs/{name}.py" in docstring or "make quickstart" in docstring
     config = recipe(name)
     assert config.run.dir == f"runs/{name}" or name in docstring.split()
-    claimed, target = config.run.published_top1, next(row[2] for row in recipe_table() if row[0] == name)
+    claimed = config.run.published_top1
+    target = next(row[2] for row in recipe_table() if row[0] == name)
     assert claimed is None or f"{100 * claimed:g}" in docstring
     assert claimed is None or re.search(rf"{100 * claimed:g}(\.0)? %", target)
 
@@ -373,10 +374,13 @@ def test_layer_decay_is_timms(exclude_vectors: bool) -> None:
         scales |= {id(parameter): (group["lr_scale"], group["weight_decay"]) for parameter in group["params"]}
     seen = {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
     vectors = 0.0 if exclude_vectors else 0.05
-    assert seen["head.weight"] == (1.0, 0.05) and seen["head.bias"] == (1.0, vectors)
+    assert seen["head.weight"] == (1.0, 0.05)
+    assert seen["head.bias"] == (1.0, vectors)
     blocks = [seen[f"blocks.{number}.mlp.fc1.weight"] for number in range(3)]
-    assert [scale / blocks[0][0] for scale, _ in blocks] == [1, 2, 4] and {decay for _, decay in blocks} == {0.05}
-    assert seen["patch_embed.proj.weight"][0] < blocks[0][0] and seen["pos_embed"][1] == vectors
+    assert [scale / blocks[0][0] for scale, _ in blocks] == [1, 2, 4]
+    assert {decay for _, decay in blocks} == {0.05}
+    assert seen["patch_embed.proj.weight"][0] < blocks[0][0]
+    assert seen["pos_embed"][1] == vectors
 
 
 def test_layer_decay_needs_layers() -> None:

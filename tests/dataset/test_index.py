@@ -67,7 +67,8 @@ def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
     build_index(tmp_path, label_base=0)
     split = Split(tmp_path, "validation")
     assert [stored_image(MappedFiles(split), image).tobytes() for image in range(4)] == contents
-    assert set(split.rows["height"]) == {20} and set(split.rows["width"]) == {30}
+    assert set(split.rows["height"]) == {20}
+    assert set(split.rows["width"]) == {30}
 
 
 @pytest.mark.parametrize(

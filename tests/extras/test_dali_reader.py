@@ -65,9 +65,11 @@ def test_what_does_not_depend_on_the_image_is_the_micro_batchs(config: Config) -
     config = config.replace({"mixup.alpha": 0.4, "batch.global_batch": 4})
     expected = MicroBatches(Split(config.data.root, "train").rows, config)
     for step, batch in enumerate(take(config, 4)):
-        draws, ours = batch.micro_batch, expected(step, 0)
+        draws = batch.micro_batch
+        ours = expected(step, 0)
         assert (draws.step, draws.dropout_seed, set(draws.images)) == (step, ours.dropout_seed, {-1})
-        assert np.array_equal(draws.flips, ours.flips) and batch.lambdas.tolist() == ours.lambdas.tolist()
+        assert np.array_equal(draws.flips, ours.flips)
+        assert batch.lambdas.tolist() == ours.lambdas.tolist()
         own, partners = batch.targets.numpy().T
         assert partners.tolist() == own[ours.partners].tolist()
         grey = ours.lambdas * grey_of(own) + (1 - ours.lambdas) * grey_of(partners)

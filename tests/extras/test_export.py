@@ -301,14 +301,17 @@ def test_both_decoders_are_compared_on_the_validation_split(
     with (tmp_path / "table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     right = [row["truth"] == row["class 1"] for row in rows]
-    assert [row["image"] for row in rows] == [*map(str, range(13))] and set(rows[0]) >= {"score 1", "class 5"}
+    assert [row["image"] for row in rows] == [*map(str, range(13))]
+    assert set(rows[0]) >= {"score 1", "class 5"}
     assert float(found[1]) == pytest.approx(100 * np.mean(right), abs=0.01)
     by_class = [
         np.mean([hit for hit, row in zip(right, rows, strict=True) if row["truth"] == f"class {n}"]) for n in range(5)
     ]
-    assert f"mean over classes {np.mean(by_class):.2%}" in printed and "lowest: class" in printed
+    assert f"mean over classes {np.mean(by_class):.2%}" in printed
+    assert "lowest: class" in printed
     last = events(finished, "eval")[-1]
-    assert {"ema_loss", "ema_top5", "top1"} <= last.keys() and last["ema_loss"] != last["loss"]
+    assert {"ema_loss", "ema_top5", "top1"} <= last.keys()
+    assert last["ema_loss"] != last["loss"]
     assert last["ema_balanced_top1"] == pytest.approx(np.mean(by_class), abs=1e-6)
     assert float(found[1]) == pytest.approx(100 * events(finished, "eval")[-1]["ema_top1"], abs=0.01)
 
@@ -396,9 +399,11 @@ def test_predict_goes_on_past_files_that_are_none(
 def test_a_name_that_is_no_text(finished: Path, photographs: list[Path], tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\xff.jpg")
     path.write_bytes(photographs[0].read_bytes())
-    table, picture = tmp_path / "table.csv", tmp_path / "picture.png"
+    table = tmp_path / "table.csv"
+    picture = tmp_path / "picture.png"
     assert main(["predict", str(finished), str(path), "--csv", str(table), "--picture", str(picture)]) == 0
-    assert table.read_text(encoding="utf-8").splitlines()[1].startswith(f"{tmp_path}/\\xff.jpg,") and picture.exists()
+    assert table.read_text(encoding="utf-8").splitlines()[1].startswith(f"{tmp_path}/\\xff.jpg,")
+    assert picture.exists()
 
 
 def test_an_export_replaces_no_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,8 @@ def test_vit5_drops_paths_at_one_rate_and_decays_no_token() -> None:
     assert drop_rates(model) == [0.25] * 6
     groups = make_optimizer(model, OptimizerConfig(lr=1.0, weight_decay=0.1, layer_decay=0.5)).param_groups
     (stem,) = (group for group in groups if any(parameter is model.reg_token for parameter in group["params"]))
-    assert stem["weight_decay"] == 0 and stem["lr_scale"] == min(group["lr_scale"] for group in groups)
+    assert stem["weight_decay"] == 0
+    assert stem["lr_scale"] == min(group["lr_scale"] for group in groups)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ def scalars_of_metrics(directory: Path) -> Scalars:
     scalars: Scalars = {}
     for line in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()):
         if line["event"] in ("train", "eval"):
-            kind, step, _ = line.pop("event"), line.pop("step"), line.pop("time")
+            kind = line.pop("event")
+            step = line.pop("step")
+            _ = line.pop("time")
             numbers = {name: value for name, value in line.items() if not isinstance(value, str)}
             scalars |= {(f"{kind}/{name}", step): value for name, value in numbers.items()}
     return scalars

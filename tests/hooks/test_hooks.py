@@ -322,7 +322,8 @@ def test_predictions_are_those_of_the_evaluation(users: Shared) -> None:
     for directory, evaluation in zip(directories, evaluations, strict=True):
         names = [row["truth"] for row in rows(directory / "confusion.csv")]
         confusion = np.array([[int(row[name]) for name in names] for row in rows(directory / "confusion.csv")])
-        assert confusion.shape == (5, 5) and confusion.sum() == 13
+        assert confusion.shape == (5, 5)
+        assert confusion.sum() == 13
         assert confusion.trace() / 13 == pytest.approx(evaluation["top1"])
         accuracies = rows(directory / "classes.csv")
         assert [int(row["images"]) for row in accuracies] == confusion.sum(axis=1).tolist()
@@ -332,7 +333,8 @@ def test_predictions_are_those_of_the_evaluation(users: Shared) -> None:
         assert len(table) == 10
         for row in table:
             scores = [float(row[f"score {name}"]) for name in names]
-            assert sum(scores) == pytest.approx(1, abs=1e-4) and names[scores.index(max(scores))] == row["prediction"]
+            assert sum(scores) == pytest.approx(1, abs=1e-4)
+            assert names[scores.index(max(scores))] == row["prediction"]
             assert row["truth"] == names[int(row["image"]) % 5]
             assert (users.directory / "predictions" / "images" / f"{row['image']}.png").exists()
 

@@ -84,7 +84,8 @@ def graph_of(operator: Operator, images: list[np.ndarray], arguments: np.ndarray
 @pytest.mark.filterwarnings("ignore:The external source node")  # an operator without argument leaves it unused
 @pytest.mark.parametrize("name", OPERATORS)
 def test_both_forms_of_an_operator_agree(name: str) -> None:
-    operator, images = OPERATORS[name], [smooth(seed) for seed in range(len(LEVELS))]
+    operator = OPERATORS[name]
+    images = [smooth(seed) for seed in range(len(LEVELS))]
     arguments = operator.argument(LEVELS, 96).astype(np.float32)
     pipe = graph_of(operator, images, arguments)
     pipe.build()
@@ -172,23 +173,27 @@ def drawn_for(epochs: np.ndarray, images: np.ndarray) -> DrawInput:
 
 def test_draws_are_pure_functions_of_image_and_epoch() -> None:
     policy = policy_of(DataConfig(root="data", augment="rand-m9-mstd0.5-inc1", color_jitter=0.3))
-    images, epochs = np.arange(4000) % 2000, np.arange(4000) // 2000
+    images = np.arange(4000) % 2000
+    epochs = np.arange(4000) // 2000
     operators, levels = draw_operators(3, policy, drawn_for(epochs, images))
     assert operators.shape == levels.shape == (4000, 2 + 3)
     some = np.random.default_rng(0).permutation(4000)[:100]
     again = draw_operators(3, policy, drawn_for(epochs[some], images[some]))
-    assert np.array_equal(again[0], operators[some]) and np.array_equal(again[1], levels[some])
+    assert np.array_equal(again[0], operators[some])
+    assert np.array_equal(again[1], levels[some])
     assert not np.array_equal(operators[:2000], operators[2000:])
     counts = np.bincount(operators[:, 0], minlength=len(policy.names))[:16]
-    assert (
-        abs(counts[0] - 2000) < 150 and (abs(counts[1:] - 2000 / 15) < 50).all()
-    )  # each of 15 with half of the probability
+    assert abs(counts[0] - 2000) < 150
+    assert (abs(counts[1:] - 2000 / 15) < 50).all()  # each of 15 with half of the probability
     strength = np.abs(levels[:, :2])
-    assert abs(strength.mean() - 0.9) < 0.01 and 0.04 < strength.std() < 0.06 and strength.max() == 1
+    assert abs(strength.mean() - 0.9) < 0.01
+    assert 0.04 < strength.std() < 0.06
+    assert strength.max() == 1
     assert abs((levels > 0).mean() - 0.5) < 0.02
     names = np.array(policy.names)[operators[:, 2:]]
     assert {tuple(sorted(row)) for row in names} == {("BrightnessBy", "ColorBy", "ContrastBy")}
-    assert len({tuple(row) for row in names}) == 6 and np.abs(levels[:, 2:]).max() < 0.3
+    assert len({tuple(row) for row in names}) == 6
+    assert np.abs(levels[:, 2:]).max() < 0.3
 
 
 def test_jitter_grayscale_and_blur_come_as_often_as_asked() -> None:
@@ -196,13 +201,18 @@ def test_jitter_grayscale_and_blur_come_as_often_as_asked() -> None:
     operators, levels = draw_operators(0, policy, drawn_for(np.zeros(8000, int), np.arange(8000)))
     names = np.array(policy.names)[operators]
     jittered = names[:, 0] != IDENTITY
-    assert abs(jittered.mean() - 0.8) < 0.02 and (names[~jittered, :4] == IDENTITY).all()
+    assert abs(jittered.mean() - 0.8) < 0.02
+    assert (names[~jittered, :4] == IDENTITY).all()
     orders, counts = np.unique(names[jittered, :4], axis=0, return_counts=True)
-    assert len(orders) == 24 and counts.min() > 0.7 * jittered.sum() / 24
+    assert len(orders) == 24
+    assert counts.min() > 0.7 * jittered.sum() / 24
     hue = np.abs(levels[names == "HueBy"])
-    assert abs(hue.mean() - 0.05) < 0.002 and hue.max() < 0.1
-    gray, blurred = names[:, 4] == "Grayscale", names[:, 5] == "GaussianBlur"
-    assert abs(gray.mean() - 0.2) < 0.02 and abs(blurred.mean() - 0.5) < 0.02
+    assert abs(hue.mean() - 0.05) < 0.002
+    assert hue.max() < 0.1
+    gray = names[:, 4] == "Grayscale"
+    blurred = names[:, 5] == "GaussianBlur"
+    assert abs(gray.mean() - 0.2) < 0.02
+    assert abs(blurred.mean() - 0.5) < 0.02
     assert all(abs(np.corrcoef(a, b)[0, 1]) < 0.05 for a, b in ((jittered, gray), (gray, blurred), (jittered, blurred)))
 
 
@@ -253,10 +263,13 @@ def test_cutout_is_anywhere_in_the_image() -> None:
     rows, columns = np.divmod(OPERATORS["Cutout40"].argument(levels, 224), 4096)
     for places in (rows, columns):
         counts = np.histogram(places, bins=8, range=(0, 224))[0]
-        assert places.min() >= 0 and places.max() <= 223 and (abs(counts - 500) < 90).all()
+        assert places.min() >= 0
+        assert places.max() <= 223
+        assert (abs(counts - 500) < 90).all()
     assert abs(np.corrcoef(rows, columns)[0, 1]) < 0.05
     image = OPERATORS["Cutout40"].cpu(torch.zeros(3, 224, 224, dtype=torch.uint8), 100 * 4096 + 10)
-    assert (image[:, 60:140, :50] == 128).all() and image.count_nonzero() == 3 * 80 * 50
+    assert (image[:, 60:140, :50] == 128).all()
+    assert image.count_nonzero() == 3 * 80 * 50
     with pytest.raises(ConfigError, match=r"data.train_size is 5000: Cutout takes images of at most 4096 pixels"):
         OPERATORS["Cutout40"].argument(levels, 5000)
 
@@ -267,8 +280,10 @@ def test_erased_boxes() -> None:
     erased = boxes[boxes[:, 2] > 0]
     assert 0.22 < len(erased) / 3000 < 0.28
     area = (erased[:, 2] * erased[:, 3]) / 64**2
-    assert area.min() > 0.01 and area.max() < 0.36
-    assert (erased[:, 0] + erased[:, 2] <= 64).all() and (erased[:, 1] + erased[:, 3] <= 64).all()
+    assert area.min() > 0.01
+    assert area.max() < 0.36
+    assert (erased[:, 0] + erased[:, 2] <= 64).all()
+    assert (erased[:, 1] + erased[:, 3] <= 64).all()
     assert not erased_boxes(0, drawn_for(np.zeros(9, int), images[:9]), probability=0, size=64).any()
 
 
@@ -351,7 +366,8 @@ def test_mixing_while_normalising_is_mixing(config: Config, cutmix_alpha: float)
         expected = mix(unmixed.images, torch.from_numpy(draws.partners), mixed.lambdas, torch.from_numpy(draws.cuts))
         torch.testing.assert_close(mixed.images, expected, rtol=0, atol=1e-5)
         assert mixed.targets.tolist() == np.stack([draws.labels, draws.labels[draws.partners]], axis=-1).tolist()
-        assert mixed.lambdas.tolist() == draws.lambdas.tolist() and len(set(draws.lambdas.tolist())) == 1
+        assert mixed.lambdas.tolist() == draws.lambdas.tolist()
+        assert len(set(draws.lambdas.tolist())) == 1
 
 
 class FedNumpy:

@@ -116,7 +116,8 @@ def test_dalis_own_reader(boxes: bool, split: Split, tiny_config: Path) -> None:
     made: list[Pipeline] = []
     with decoding(boxes=boxes), mock.patch.object(Pipeline, "build", autospec=True, side_effect=made.append):
         DaliReaderPipeline(split, iter(()), data, GPU, size=4, num_per_step=1, start_step=0, shard=(0, 1))
-    assert faults(made[0]) == [] and devices(made[0]) == ["gpu"] * 4
+    assert faults(made[0]) == []
+    assert devices(made[0]) == ["gpu"] * 4
 
 
 def test_decoding_whole_images() -> None:

@@ -168,11 +168,14 @@ def test_synthetic_loader_has_the_same_face(config: Config) -> None:
     loader = loader_of(config.replace({"data.reader": "synthetic"}), rank=1, ranks=2)
     real = loader_of(config, rank=1, ranks=2)
     for _ in range(6):
-        synthetic, expected = loader.next(), real.next()
+        synthetic = loader.next()
+        expected = real.next()
         places = [(batch.micro_batch.step, batch.micro_batch.k) for batch in (synthetic, expected)]
         assert places[0] == places[1]
-        assert synthetic.images.shape == expected.images.shape and synthetic.images.dtype == expected.images.dtype
-        assert torch.equal(synthetic.targets, expected.targets) and torch.equal(synthetic.lambdas, expected.lambdas)
+        assert synthetic.images.shape == expected.images.shape
+        assert synthetic.images.dtype == expected.images.dtype
+        assert torch.equal(synthetic.targets, expected.targets)
+        assert torch.equal(synthetic.lambdas, expected.lambdas)
 
 
 def test_undecodable_image_is_named(tmp_path: Path) -> None:

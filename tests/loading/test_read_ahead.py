@@ -182,7 +182,8 @@ def test_runs_have_the_images_in_long_reads() -> None:
         runs = adjacent(rows, images)
         assert [image for run in runs for image in run] == images.tolist()
         for run in runs:
-            assert len(set(rows["shard"][run])) == 1 and (starts[run[1:]] - ends[run[:-1]] <= GAP_BYTES).all()
+            assert len(set(rows["shard"][run])) == 1
+            assert (starts[run[1:]] - ends[run[:-1]] <= GAP_BYTES).all()
             assert len(run) == 1 or ends[run[-1]] - starts[run[0]] <= RUN_BYTES
         for one, other in itertools.pairwise(runs):
             apart = rows["shard"][one[-1]] != rows["shard"][other[0]] or starts[other[0]] - ends[one[-1]] > GAP_BYTES

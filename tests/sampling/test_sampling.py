@@ -155,11 +155,17 @@ def test_unshuffled_order_is_that_on_disk() -> None:
 def test_crop_boxes_are_uniform_in_area() -> None:
     boxes = crop_boxes(1, images_of(20_000, 300, 400), area=(0.25, 0.5), aspect=(0.75, 4 / 3))
     top, left, height, width = boxes.astype(float).T
-    assert (top >= 0).all() and (left >= 0).all() and (top + height <= 300).all() and (left + width <= 400).all()
-    fraction, aspect = height * width / (300 * 400), width / height
-    assert 0.245 < fraction.min() < 0.26 and 0.49 < fraction.max() < 0.505
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + height <= 300).all()
+    assert (left + width <= 400).all()
+    fraction = height * width / (300 * 400)
+    aspect = width / height
+    assert 0.245 < fraction.min() < 0.26
+    assert 0.49 < fraction.max() < 0.505
     assert abs(fraction.mean() - 0.375) < 0.003  # uniform: 0.375 +- 0.0005
-    assert 0.74 < aspect.min() < 0.76 and 1.32 < aspect.max() < 1.35
+    assert 0.74 < aspect.min() < 0.76
+    assert 1.32 < aspect.max() < 1.35
     assert abs(np.log(aspect).mean()) < 0.01  # log-uniform around 1
 
 
@@ -173,24 +179,32 @@ def test_inception_boxes_are_uniform_in_height() -> None:
     squares = images_of(20_000, 1000, 1000)
     boxes = inception_boxes(1, squares, area=(0.05, 1.0), aspect=(1.0, 1.0))
     top, left, height, width = boxes.astype(float).T
-    assert (height == width).all() and (top + height <= 1000).all() and (left + width <= 1000).all()
+    assert (height == width).all()
+    assert (top + height <= 1000).all()
+    assert (left + width <= 1000).all()
     quarters = np.quantile(height, [0, 0.25, 0.5, 0.75, 1])
     lowest = 1000 * 0.05**0.5
     assert np.allclose(quarters, np.linspace(lowest, 1000, 5), atol=12)
     assert np.corrcoef(top / np.maximum(1, 1000 - height), left / np.maximum(1, 1000 - height))[0, 1] < 0.05
     boxes = inception_boxes(1, squares, area=(0.05, 0.3), aspect=(0.75, 1.33)).astype(float)
-    aspect, fraction = boxes[:, 3] / boxes[:, 2], boxes[:, 2] * boxes[:, 3] / 1000**2
-    assert abs(aspect.mean() - (0.75 + 1.33) / 2) < 0.005 and fraction.min() >= 0.05 and fraction.max() <= 0.3
+    aspect = boxes[:, 3] / boxes[:, 2]
+    fraction = boxes[:, 2] * boxes[:, 3] / 1000**2
+    assert abs(aspect.mean() - (0.75 + 1.33) / 2) < 0.005
+    assert fraction.min() >= 0.05
+    assert fraction.max() <= 0.3
 
 
 def test_inception_boxes_fit_images_of_any_shape() -> None:
     n = 5000
     heights, widths = np.random.default_rng(0).integers(1, 60, (2, n))
     boxes = inception_boxes(0, images_of(n, heights, widths), area=(0.3, 1.0), aspect=(0.75, 1.33))
-    assert (boxes[:, :2] >= 0).all() and (boxes[:, 2:] > 0).all()
-    assert (boxes[:, 0] + boxes[:, 2] <= heights).all() and (boxes[:, 1] + boxes[:, 3] <= widths).all()
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, 2:] > 0).all()
+    assert (boxes[:, 0] + boxes[:, 2] <= heights).all()
+    assert (boxes[:, 1] + boxes[:, 3] <= widths).all()
     long = widths > 10 * heights  # no allowed box covers enough of it
-    assert long.any() and np.array_equal(boxes[long, 2:], np.stack([heights, widths], axis=-1)[long])
+    assert long.any()
+    assert np.array_equal(boxes[long, 2:], np.stack([heights, widths], axis=-1)[long])
 
 
 def test_draws_of_an_image_change_from_epoch_to_epoch() -> None:
@@ -228,12 +242,16 @@ def mixing(step: int = 0, k: int = 0, size: int = 64, side: int = 32, **settings
 def test_mixup_draws() -> None:
     one = mixing(step=3, k=1, alpha=0.2)
     assert sorted(one.partners.tolist()) == list(range(64))
-    assert len(set(one.lambdas.tolist())) == 1 and not one.cuts.any()
+    assert len(set(one.lambdas.tolist())) == 1
+    assert not one.cuts.any()
     many = np.array([mixing(step=step, size=2, alpha=0.2).lambdas[0] for step in range(4000)])
     # Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1))
-    assert abs(many.mean() - 0.5) < 0.03 and abs(many.var() - 1 / (4 * 1.4)) < 0.01
+    assert abs(many.mean() - 0.5) < 0.03
+    assert abs(many.var() - 1 / (4 * 1.4)) < 0.01
     off = mixing(size=3)
-    assert off.partners.tolist() == [0, 1, 2] and off.lambdas.tolist() == [1, 1, 1] and not off.cuts.any()
+    assert off.partners.tolist() == [0, 1, 2]
+    assert off.lambdas.tolist() == [1, 1, 1]
+    assert not off.cuts.any()
 
 
 def test_some_micro_batches_are_mixed() -> None:
@@ -244,10 +262,12 @@ def test_some_micro_batches_are_mixed() -> None:
     ]
     mixed = np.array([one.lambdas[0] < 1 for one in some])
     cut = np.array([one.cuts.any() for one in some])
-    assert 0.65 < mixed.mean() < 0.75 and 0.15 < cut[mixed].mean() < 0.25
+    assert 0.65 < mixed.mean() < 0.75
+    assert 0.15 < cut[mixed].mean() < 0.25
     assert all(one.partners.tolist() == [0, 1] for one in np.array(some)[~mixed])
     same = [index for index in np.flatnonzero(mixed) if cut[index] == plain[index].cuts.any()]
-    assert len(same) > 400 and all(np.array_equal(some[i].lambdas, plain[i].lambdas) for i in same)
+    assert len(same) > 400
+    assert all(np.array_equal(some[i].lambdas, plain[i].lambdas) for i in same)
 
 
 def test_mixing_ends_with_an_epoch() -> None:
@@ -293,11 +313,15 @@ def test_micro_batches_are_those_of_earlier_versions(settings: str) -> None:
 
 def test_cutmix_draws() -> None:
     drawn = [mixing(step=step, size=2, side=64, alpha=0.8, cutmix_alpha=1.0) for step in range(4000)]
-    cuts, lambdas = np.array([one.cuts[0] for one in drawn]), np.array([one.lambdas[0] for one in drawn])
+    cuts = np.array([one.cuts[0] for one in drawn])
+    lambdas = np.array([one.lambdas[0] for one in drawn])
     top, left, height, width = cuts.T
     cut = height > 0
     assert abs(cut.mean() - 0.5) < 0.03  # less the few boxes without a pixel
-    assert (top >= 0).all() and (left >= 0).all() and (top + height <= 64).all() and (left + width <= 64).all()
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + height <= 64).all()
+    assert (left + width <= 64).all()
     np.testing.assert_allclose(lambdas[cut], 1 - (height * width / 64**2)[cut], rtol=1e-6)
     assert all((one.cuts == one.cuts[0]).all() and len(set(one.lambdas.tolist())) == 1 for one in drawn)
     assert abs(np.mean([mixing(step=step, size=2, cutmix_alpha=1.0).cuts.any() for step in range(400)]) - 1) < 0.05
@@ -307,10 +331,12 @@ def test_padded_crops_are_uniform() -> None:
     n = 12_000
     boxes, offsets = padded_crops(0, images_of(n, 32, 40), side=32, padding=4)
     starts = boxes[:, :2] - offsets
-    assert starts.min(axis=0).tolist() == [-4, -4] and starts.max(axis=0).tolist() == [4, 12]
+    assert starts.min(axis=0).tolist() == [-4, -4]
+    assert starts.max(axis=0).tolist() == [4, 12]
     assert [len(np.unique(column)) for column in starts.T] == [9, 17]
     assert (np.bincount(starts[:, 0] + 4) > 0.9 * n / 9).all()
-    assert (offsets + boxes[:, 2:] <= 32).all() and (boxes[:, 2:] >= 28).all()
+    assert (offsets + boxes[:, 2:] <= 32).all()
+    assert (boxes[:, 2:] >= 28).all()
     assert (boxes[:, :2] + boxes[:, 2:] <= (32, 40)).all()
 
 
@@ -483,9 +509,16 @@ def test_comparison_of_orders(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     tool("compare_orders").main()
     lines = capsys.readouterr().out.splitlines()[3:]
     rows = {line[:26].strip(): [float(word) for word in line[26:].split()] for line in lines}
-    full, block, none = rows["full"], rows["block, 4 of 16 images"], rows["none"]
+    full = rows["full"]
+    block = rows["block, 4 of 16 images"]
+    none = rows["none"]
     images_a_read, reads_an_image, by_class, shuffled, neighbours = range(4, 9)
-    assert full[images_a_read] < 1.1 and 15 < block[images_a_read] < 18 and none[images_a_read] >= 64
-    assert full[reads_an_image] == none[reads_an_image] == 1 and block[reads_an_image] < 1.1
-    assert 1 < block[by_class] < none[by_class] / 5 and 0.8 < block[shuffled] < 1.2
-    assert 0.98 < full[neighbours] < 1.02 and 0.5 < block[neighbours] < 0.95
+    assert full[images_a_read] < 1.1
+    assert 15 < block[images_a_read] < 18
+    assert none[images_a_read] >= 64
+    assert full[reads_an_image] == none[reads_an_image] == 1
+    assert block[reads_an_image] < 1.1
+    assert 1 < block[by_class] < none[by_class] / 5
+    assert 0.8 < block[shuffled] < 1.2
+    assert 0.98 < full[neighbours] < 1.02
+    assert 0.5 < block[neighbours] < 0.95

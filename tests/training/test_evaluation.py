@@ -54,11 +54,13 @@ def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:
     for micro_batch in (1, 4, 12, 13, 50):  # last batches of 1, 1, 1, 13 and 13 images
         model = FirstPixels().train()
         result = evaluator(tiny_config, micro_batch).run(model, Precision(config.precision, CPU).autocast())
-        assert result.num_images == 13 and model.training
+        assert result.num_images == 13
+        assert model.training
         assert result.top1 == (order[:, 0] == labels).sum() / 13
         assert result.top5 == pytest.approx(float((order[:, :5] == labels[:, None]).any(dim=1).sum() / 13))
         by_class = [float((order[labels == number, 0] == number).double().mean()) for number in range(5)]
-        assert result.balanced_top1 == pytest.approx(sum(by_class) / 5) and result.balanced_top1 != result.top1
+        assert result.balanced_top1 == pytest.approx(sum(by_class) / 5)
+        assert result.balanced_top1 != result.top1
         assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
 
 
@@ -69,7 +71,8 @@ def test_the_logits_of_all_views_are_averaged(tiny_config: Path, views: str, shi
     split = Split(config.data.root, "validation")
     images, labels = EvaluationPipeline(split, [np.arange(13)], config.data, pixel_format(config, CPU, 1)).run()
     bordered = np.pad(images.numpy(), ((0, 0), (0, 0), (1, 1), (1, 1)), "reflect")
-    size, logits = images.shape[-1], torch.zeros(13, 7, dtype=torch.float64)
+    size = images.shape[-1]
+    logits = torch.zeros(13, 7, dtype=torch.float64)
     for shift in shifts:
         cut = slice(1 - shift, 1 - shift + size)
         view = torch.from_numpy(bordered[:, :, cut, cut].copy())
@@ -112,12 +115,14 @@ LABELS = [[4], [0], [], [1, 2, 3], [0, 4], [], [2], [3, 0], [0, 1, 2, 3, 4], [1]
 
 def test_a_prediction_among_several_labels_is_right(named: Path, tiny_config: Path, tmp_path: Path) -> None:
     config = load_config(tiny_config).replace({"data.root": str(named)})
-    path, split = tmp_path / "real.json", Split(named, "validation")
+    path = tmp_path / "real.json"
+    split = Split(named, "validation")
     path.write_text(json.dumps([one * 3 for one in LABELS]))  # a class that is given three times counts once
     labels = read_labels(path, split)
     assert [[one for one in row if one >= 0] for row in labels.tolist()] == LABELS[:0:-1]
     images, _ = EvaluationPipeline(split, [np.arange(13)], config.data, pixel_format(config, CPU, 1)).run()
-    logits, kept = FirstPixels()(images), [number for number in range(13) if LABELS[13 - number]]
+    logits = FirstPixels()(images)
+    kept = [number for number in range(13) if LABELS[13 - number]]
     right = [LABELS[13 - number] for number in kept]
     top5 = logits[kept].argsort(dim=1, descending=True)[:, :5].tolist()
     shares = logits.softmax(dim=1)[kept]
@@ -166,14 +171,18 @@ def test_several_sets_are_evaluated_in_a_run_and_by_eval(
     assert "use each name once" in run_command("plan", "--config", str(tmp_path / "tiny-config.py"), *twice, status=2)
     log = train("run", *sets, "--run.max_steps", "2", "--ema.decay", "0.5", ranks=2)
     event = events(tmp_path / "run", "eval")[-1]
-    assert event["same_top1"] == event["ema_top1"] and event["same_loss"] == pytest.approx(event["ema_loss"])
-    assert 0 < event["two-of-5_num_images"] < event["same_num_images"] == 13 and event["real_num_images"] == 11
+    assert event["same_top1"] == event["ema_top1"]
+    assert event["same_loss"] == pytest.approx(event["ema_loss"])
+    assert 0 < event["two-of-5_num_images"] < event["same_num_images"] == 13
+    assert event["real_num_images"] == 11
     assert f"  real {event['real_top1']:.2%}" in log
     assert f"  same {event['ema_top1']:.2%}  two-of-5 {event['two-of-5_top1']:.2%}" in log
     assert "Top-1 on data.eval_sets" in (tmp_path / "run" / "report" / "index.html").read_text()
     output = run_command("eval", str(tmp_path / "run"), *sets)
-    assert f"real: top-1 {event['real_top1']:.2%}  top-5" in output and "(11 images)" in output
-    images, top1 = event["two-of-5_num_images"], event["two-of-5_top1"]
+    assert f"real: top-1 {event['real_top1']:.2%}  top-5" in output
+    assert "(11 images)" in output
+    images = event["two-of-5_num_images"]
+    top1 = event["two-of-5_top1"]
     assert re.search(rf"^two-of-5: top-1 {top1:.2%} .* \({images} images", output, re.MULTILINE), output
     manifest = tmp_path / "two" / "dataset.json"
     manifest.write_text(manifest.read_text().replace('"class ', '"other '))

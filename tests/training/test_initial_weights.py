@@ -91,8 +91,10 @@ def test_random_numbers_and_functions_are_accurate() -> None:
     np.testing.assert_allclose(normal_quantile(shares), expected, rtol=1e-14, atol=1e-15)
     values = 10.0 ** np.linspace(-300, 300, 1001)
     np.testing.assert_allclose(logarithm(values), np.log(values), rtol=1e-15)
-    uniform, normal = uniform_weights(3, 0, 100_000, -1, 1), normal_weights(3, 1, 100_000, 1, 2)
-    assert -1 < uniform.min() < -0.9999 and 0.9999 < uniform.max() < 1
+    uniform = uniform_weights(3, 0, 100_000, -1, 1)
+    normal = normal_weights(3, 1, 100_000, 1, 2)
+    assert -1 < uniform.min() < -0.9999
+    assert 0.9999 < uniform.max() < 1
     # Kolmogorov's statistic exceeds 1.95 / sqrt(n) once in a thousand samples.
     for sample, cumulated in (
         (uniform, (uniform + 1) / 2),

@@ -246,7 +246,8 @@ def test_a_frozen_batch_norm_is_kept_still() -> None:
     moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     statistics = {name for name in before if "running" in name or "tracked" in name}
     assert moved == {name for name in statistics if not name.startswith(("bn1.", "layer1."))}
-    assert moved and model.get_submodule("bn1").momentum == 0.1
+    assert moved
+    assert model.get_submodule("bn1").momentum == 0.1
 
 
 def test_patterns_freeze_what_they_match(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,8 @@ def test_rates_are_those_of_timm(
 
 
 def test_cosine_is_big_visions() -> None:
-    warmup, total = 37, EPOCHS * STEPS
+    warmup = 37
+    total = EPOCHS * STEPS
     settings = config(name="cosine", warmup_epochs=warmup / STEPS, warmup_lr=0.0)
     for step in range(total):
         progress = min(max((step - warmup) / (total - warmup), 0), 1)
