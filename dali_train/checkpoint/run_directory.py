@@ -106,8 +106,8 @@ class RunDirectory:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config as plain values by full name, ``section.field``."""
-        return dict(_by_full_name(json.loads(self.config.to_json())))
+        """The config's values by full name, see `Config.flat`."""
+        return self.config.flat()
 
     def _read(self, name: str) -> bytes:
         path = self.directory / name
@@ -115,14 +115,6 @@ class RunDirectory:
             return read_limited(path, _LARGEST_FILE)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}; put the run's own file there") from None
-
-
-def _by_full_name(values: dict[str, Any], prefix: str = "") -> Any:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _by_full_name(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:

@@ -7,7 +7,7 @@ an error, since gradients of any recipes can be averaged, and collectives that o
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def _compare(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
 
 
 def _settings(config: Config, device: torch.device) -> dict[str, Any]:
-    settings = dict(_by_name(json.loads(config.to_json())))
+    settings = config.flat()
     for name in (*_PER_NODE, *_CONTENTS, "data.root"):
         del settings[name]
     for name in _DIRECTORIES:
@@ -102,15 +102,6 @@ def _settings(config: Config, device: torch.device) -> dict[str, Any]:
 def hook_names(hooks: Sequence[Callable[[], Any]]) -> list[str]:
     """Return the names of hooks, which are the same in every process: a functools.partial has only an address."""
     return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
-
-
-def _by_name(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a config's JSON by their full names; those of model.kwargs one by one."""
-    for name, value in section.items():
-        if isinstance(value, dict):
-            yield from _by_name(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _files(config: Config, checkpoint: Path | None) -> dict[str, str]:

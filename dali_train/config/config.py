@@ -336,6 +336,10 @@ class Config(SampleConfig):
         changed = {group: replace(getattr(self, group), **values) for group, values in groups.items()}
         return replace(self, **changed).from_files(self.files)
 
+    def flat(self) -> dict[str, Any]:
+        """Return the values as in `to_json` by full name, ``section.field``; those of model.kwargs one by one."""
+        return dict(_leaves(json.loads(self.to_json())))
+
     def to_json(self) -> str:
         """Return the JSON of run.dir/config.json, which `load_config` reads. User hooks are written by name."""
         return json.dumps(asdict(self), indent=1, default=lambda hook: str(getattr(hook, "__qualname__", hook))) + "\n"
@@ -364,6 +368,14 @@ def _settings(cls: type, prefix: str = "", *, in_recipe: bool = True) -> Iterato
 
 SETTINGS = dict(_settings(Config))
 """All settings by full name, ``section.field`` or ``section.section.field``."""
+
+
+def _leaves(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in sections.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _by_full_name(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

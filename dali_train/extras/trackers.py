@@ -185,14 +185,10 @@ class MLflow(Tracker):
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment is not None else client.create_experiment(name)
         self._run_id = client.create_run(experiment_id, run_name=record.directory.name).info.run_id
-        settings = json.loads(record.config.to_json())
-        parameters = [
-            self._mlflow.entities.Param(f"{section}.{field}", str(value)[:500])
-            for section, fields in settings.items()
-            for field, value in fields.items()
-        ]
+        settings = record.config.flat()
+        parameters = [self._mlflow.entities.Param(name, str(value)[:500]) for name, value in settings.items()]
         client.log_batch(self._run_id, params=parameters)
-        client.log_dict(self._run_id, settings, "config.json")
+        client.log_dict(self._run_id, json.loads(record.config.to_json()), "config.json")
         save_id(path, id=self._run_id, uri=redacted(uri))
 
 
