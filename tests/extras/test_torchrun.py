@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from dali_train.runtime import torchrun
+from dali_train.extras import torchrun
 from dali_train.runtime.status import MISTAKE, START_AGAIN
 from tests.ranks import FORK, POOL
 

@@ -13,7 +13,7 @@ from dali_train.config import Config, MixupConfig
 from dali_train.config.command_line import read_overrides
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.sampling.draws import (
-    Images,
+    DrawInput,
     Mixing,
     crop_boxes,
     draw_mixing,
@@ -67,10 +67,10 @@ def rows_of(num_images: int) -> np.ndarray:
     return rows
 
 
-def images_of(count: int, heights: Any = 1, widths: Any = 1, *, epoch: int = 0) -> Images:
+def images_of(count: int, heights: Any = 1, widths: Any = 1, *, epoch: int = 0) -> DrawInput:
     """What the draws take: an epoch of `count` images of these sizes."""
     sizes = {"heights": np.broadcast_to(heights, count), "widths": np.broadcast_to(widths, count)}
-    return Images(epochs=np.full(count, epoch), numbers=np.arange(count), **sizes)
+    return DrawInput(epochs=np.full(count, epoch), numbers=np.arange(count), **sizes)
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])
