@@ -113,7 +113,7 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
 
     def decorate(cls: type[T]) -> type[T]:
         hints = get_type_hints(cls, include_extras=True)
-        needed = {one.name for one in fields(cls) if default_of(one) is MISSING}  # type: ignore[arg-type]  # a dataclass
+        needed = {member.name for member in fields(cls) if default_of(member) is MISSING}  # type: ignore[arg-type]  # a dataclass
         prefix = _PREFIXES[cls] = f"{name}." if name else ""
         build = cls.__init__
 
@@ -195,7 +195,7 @@ def from_json(cls: type[T], values: Any) -> T:
 @functools.cache  # a dataset has a thousand shards
 def _fields(cls: type[Any]) -> list[tuple[str, Any, Any]]:
     hints = get_type_hints(cls, include_extras=True)
-    return [(one.name, hints[one.name], default_of(one)) for one in fields(cls)]
+    return [(member.name, hints[member.name], default_of(member)) for member in fields(cls)]
 
 
 def alternatives(hint: Any) -> Iterator[Any]:
@@ -203,8 +203,8 @@ def alternatives(hint: Any) -> Iterator[Any]:
     if get_origin(hint) is Annotated:
         yield from alternatives(get_args(hint)[0])
     elif get_origin(hint) in (Union, types.UnionType):
-        for one in get_args(hint):
-            yield from alternatives(one)
+        for alternative in get_args(hint):
+            yield from alternatives(alternative)
     else:
         yield hint
 
@@ -431,7 +431,7 @@ def close_names(name: str, known: Iterable[str], *, n: int = 1, cutoff: float = 
 
     Upper and lower case count as the same: AdamW is adamw, and nothing else.
     """
-    by_lower = {one.lower(): one for one in known}
+    by_lower = {name.lower(): name for name in known}
     if name.lower() in by_lower:
         return [by_lower[name.lower()]]
     return [by_lower[close] for close in get_close_matches(name.lower(), by_lower, n=n, cutoff=cutoff)]

@@ -218,7 +218,7 @@ def settings_help(config: Config, command: str, only: Sequence[str] = ()) -> str
                 shown += f"  (default: {as_typed(setting.default)})"
             lines += ["", shown]
             if name + "." in KWARGS:
-                lines += [f"  {bold}--{name}.{each}{plain} = {as_typed(one)}" for each, one in value.items()]
+                lines += [f"  {bold}--{name}.{each}{plain} = {as_typed(argument)}" for each, argument in value.items()]
                 lines.append(f"  {bold}--{name}.NAME{plain} VALUE")
             words_allowed = allowed(setting.hint)
             is_free = name + "." in KWARGS or words_allowed in ("text", "text, or None")
@@ -234,13 +234,13 @@ def settings_help(config: Config, command: str, only: Sequence[str] = ()) -> str
 
 def _sections(config: Config) -> Iterator[tuple[str, Any, str]]:
     """Yield the prefix of each section's settings, the section and what it is about."""
-    for one in fields(config):
-        section = getattr(config, one.name)
-        yield one.name, section, _description(type(section))
+    for member in fields(config):
+        section = getattr(config, member.name)
+        yield member.name, section, _description(type(section))
         for inner in fields(section):
             if is_dataclass(getattr(section, inner.name)):
                 nested = getattr(section, inner.name)
-                yield f"{one.name}.{inner.name}", nested, _description(type(nested))
+                yield f"{member.name}.{inner.name}", nested, _description(type(nested))
 
 
 def _description(section: type) -> str:
@@ -250,9 +250,9 @@ def _description(section: type) -> str:
 def _settings(prefix: str, section: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield name, value and explanation of the settings in a section, without those of sections in it."""
     texts = explanations(type(section))
-    for one in fields(section):
-        if not is_dataclass(getattr(section, one.name)):
-            yield f"{prefix}.{one.name}", getattr(section, one.name), texts[one.name]
+    for member in fields(section):
+        if not is_dataclass(getattr(section, member.name)):
+            yield f"{prefix}.{member.name}", getattr(section, member.name), texts[member.name]
 
 
 def explanations(section: type) -> dict[str, str]:

@@ -328,11 +328,11 @@ class Config(SampleConfig):
                 continue
             if name not in SETTINGS:
                 raise ConfigError(unknown_setting(name, SETTINGS))
-            group, _, one = name.rpartition(".")
-            groups[group].setdefault(one, value)
+            group, _, key = name.rpartition(".")
+            groups[group].setdefault(key, value)
         for inner in [group for group in groups if "." in group]:  # a section within another
-            outer, _, one = inner.partition(".")
-            groups[outer][one] = replace(attrgetter(inner)(self), **groups.pop(inner))
+            outer, _, key = inner.partition(".")
+            groups[outer][key] = replace(attrgetter(inner)(self), **groups.pop(inner))
         changed = {group: replace(getattr(self, group), **values) for group, values in groups.items()}
         return replace(self, **changed).from_files(self.files)
 
@@ -358,12 +358,12 @@ def _settings(cls: type, prefix: str = "", *, in_recipe: bool = True) -> Iterato
     """Yield all settings of a section and of the sections in it; `in_recipe`: whether the section is in the recipe."""
     hints = get_type_hints(cls, include_extras=True)
     plain = get_type_hints(cls)
-    for one in fields(cls):
-        decides = in_recipe and is_in_recipe(hints[one.name])
-        if is_dataclass(plain[one.name]):
-            yield from _settings(plain[one.name], f"{prefix}{one.name}.", in_recipe=decides)
+    for member in fields(cls):
+        decides = in_recipe and is_in_recipe(hints[member.name])
+        if is_dataclass(plain[member.name]):
+            yield from _settings(plain[member.name], f"{prefix}{member.name}.", in_recipe=decides)
         else:
-            yield f"{prefix}{one.name}", Setting(hints[one.name], default_of(one), decides)
+            yield f"{prefix}{member.name}", Setting(hints[member.name], default_of(member), decides)
 
 
 SETTINGS = dict(_settings(Config))

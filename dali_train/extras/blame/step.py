@@ -76,7 +76,7 @@ def blame(run_dir: Path, step: int | None, *, dataset: str | None, count: int, p
     _print(images, step, count, plan)
     path = picture or run_dir / "blame" / f"step-{step:08d}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet([(one.pixels, f"{one.loss:.2f}: {one.caption}") for one in images[:count]]).save(path)
+    sheet([(image.pixels, f"{image.loss:.2f}: {image.caption}") for image in images[:count]]).save(path)
     print(path)
     return images
 
@@ -86,7 +86,7 @@ def _worst_step(run: RunDirectory, plan: RunPlan) -> int:
     # Steps that were repeated after a resume count as they were the last time.
     by_step = {event["step"]: _size(event["loss"]) for event in run.events if event["event"] == "train"}
     rises = [(by_step[last] - by_step[first], first, last) for first, last in pairwise(sorted(by_step))]
-    rise, first, last = max((one for one in rises if one[0] > 0), default=(0.0, 0, 0))
+    rise, first, last = max((window for window in rises if window[0] > 0), default=(0.0, 0, 0))
     if not rise:
         raise ConfigError(f"{run.directory}: its loss rises in no line of metrics.jsonl: name a step with --step")
     print(f"the loss rises most, by {rise:.4f}, between step {first} and step {last}")
@@ -130,12 +130,12 @@ def _look_at(run: RunDirectory, plan: RunPlan, step: int, count: int) -> list[Bl
     images: list[Blamed] = []
     for _ in range(trainer.num_micro_batches):
         images += _passed(trainer, loader.next(), plan.config, names)
-        images.sort(key=lambda one: (-_size(one.loss), one.k, one.number))
-        images[count:] = [replace(one, pixels=np.zeros((0, 0, 3), np.uint8)) for one in images[count:]]
-    if any(one.share is None for one in images):
+        images.sort(key=lambda image: (-_size(image.loss), image.k, image.number))
+        images[count:] = [replace(image, pixels=np.zeros((0, 0, 3), np.uint8)) for image in images[count:]]
+    if any(image.share is None for image in images):
         return images
-    total = sum(one.share or 0.0 for one in images)
-    return [replace(one, share=(one.share or 0.0) / total if total else 0.0) for one in images]
+    total = sum(image.share or 0.0 for image in images)
+    return [replace(image, share=(image.share or 0.0) / total if total else 0.0) for image in images]
 
 
 def _passed(trainer: Trainer, batch: Batch, config: Config, names: tuple[str, ...]) -> list[Blamed]:
@@ -208,15 +208,15 @@ def _input_of_classifier(model: Any) -> Iterator[list[torch.Tensor]]:
 
 def _print(images: list[Blamed], step: int, count: int, plan: RunPlan) -> None:
     shown = images[:count]
-    numbers = np.array([one.image for one in shown])
+    numbers = np.array([blamed.image for blamed in shown])
     known = bool((numbers >= 0).all())  # with data.reader dali only DALI knows them
     files = file_names(plan.split, numbers) if known else [""] * len(shown)
-    mean = sum(one.loss for one in images) / len(images)
+    mean = sum(image.loss for image in images) / len(images)
     print(f"step {step}: {plural(len(images), 'image')}, mean loss {mean:.4f}")
     rows = [("loss", "share", "image", "classes as trained", "file")]
-    for one, file in zip(shown, files, strict=True):
-        share = "" if one.share is None else f"{one.share:.1%}"
-        rows.append((f"{one.loss:.4f}", share, f"{one.image:,}", one.caption, file))
+    for blamed, file in zip(shown, files, strict=True):
+        share = "" if blamed.share is None else f"{blamed.share:.1%}"
+        rows.append((f"{blamed.loss:.4f}", share, f"{blamed.image:,}", blamed.caption, file))
     print("\n".join(aligned(rows)))
     if shown and shown[0].share is not None:
         print("share: of the sum of the images' gradient norms, for the weights of the classifier", file=sys.stderr)

@@ -228,7 +228,7 @@ def check_same_recipe(recorded: Recorded, config: Config, step: int) -> None:
 
 def check_comparable(recorded: set[str], here: str, device: torch.device) -> None:
     """Raises ConfigError: steps of these classes have other pixels and dropout masks, not only other rounding."""
-    if device.type != "cpu" or not all(", CPU, " in one for one in recorded):
+    if device.type != "cpu" or not all(", CPU, " in machine for machine in recorded):
         raise ConfigError(
             f"--replay: the step was computed on {printable(' and '.join(sorted(recorded)))}, and this is {here}. Only "
             "processors can be compared with each other: a GPU of another kind has other pixels and dropout masks. "
@@ -312,11 +312,12 @@ def distance(name: str, was: torch.Tensor, now: torch.Tensor, right: torch.Tenso
 
 def _farthest(subject: str, found: list[Distance]) -> Comparison:
     """Name the farthest, and how large a change is too small to be seen."""
-    farthest = max(found, key=lambda one: one.ratio)
-    weights = [one for one in found if one.name.startswith("model.")] or found  # what a result is made of
-    blindest = max(weights, key=lambda one: one.unseen)
+    farthest = max(found, key=lambda distance: distance.ratio)
+    # What a result is made of.
+    weights = [distance for distance in found if distance.name.startswith("model.")] or found
+    blindest = max(weights, key=lambda distance: distance.unseen)
     far = f"{farthest.ratio:.2g} times this machine's distance from float64 at most, limit {LIMIT:g}"
-    half = median(one.unseen for one in weights)
+    half = median(distance.unseen for distance in weights)
     unseen = f"below {blindest.unseen:.1g} of {blindest.name}, and in half of them below {half:.1g}"
     return (
         subject,
