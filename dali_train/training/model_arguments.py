@@ -41,8 +41,7 @@ EXTRA_MODELS = "dali_train.extras.models"
 
 def is_model(name: str) -> bool:
     """Return whether timm has a model of that name: one of its own, of extras, or one that a config file registered."""
-    if not timm.is_model(name):
-        load_rows([EXTRA_MODELS])
+    load_rows([EXTRA_MODELS])  # in any case: a model of a config file may be built on one of them
     return timm.is_model(name)
 
 
