@@ -221,7 +221,11 @@ class TrainLoader(_Loader[TrainingPipeline]):
         step: int = 0,
     ) -> None:
         super().__init__(place)
-        self._split, self.config, self._pixels, self._node, self._decodes = split, config, pixels, node, decodes
+        self._split = split
+        self.config = config
+        self._pixels = pixels
+        self._node = node
+        self._decodes = decodes
         self._fixed_global_batch = True
         self._targets = "classes"
         self.micro_batch: MicroBatch | None = None
@@ -529,7 +533,11 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         decodes: bool = True,
     ) -> None:
         super().__init__(place)
-        self._split, self._data, self._pixels, self._node, self._decodes = split, data, pixels, node, decodes
+        self._split = split
+        self._data = data
+        self._pixels = pixels
+        self._node = node
+        self._decodes = decodes
         images = np.arange(len(split)) if images is None else images
         starts = range(place.dp_rank * size, len(images), place.dp_size * size)
         self.batches = [images[at : at + size] for at in starts]
