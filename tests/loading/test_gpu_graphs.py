@@ -18,7 +18,7 @@ from nvidia.dali.pipeline import Pipeline, pipeline_def
 from dali_train.config import DataConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage
-from dali_train.data.loading import dali
+from dali_train.data.loading import decoders
 from dali_train.data.loading.augment import OPERATORS, Augmentation
 from dali_train.data.loading.dali import Feed, evaluation_graph, graph_options, training_graph, training_inputs
 from dali_train.data.loading.decoders import PixelFormat
@@ -69,7 +69,7 @@ def devices(pipe: Pipeline) -> list[str]:
 @contextmanager
 def decoding(*, boxes: bool) -> Iterator[None]:
     """Let nvImageCodec be one that decodes boxes on a GPU, or one that does not."""
-    with mock.patch.object(dali, "_nvimagecodec_version", lambda: 800 if boxes else 900):
+    with mock.patch.object(decoders, "_nvimagecodec_version", lambda: 800 if boxes else 900):
         yield
 
 
