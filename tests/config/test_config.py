@@ -275,7 +275,7 @@ def test_a_directory_does_not_hide_the_recipe_of_its_name(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits").mkdir()
     assert load_config("digits").model.name == load_config(RECIPES / "digits.py").model.name
-    with pytest.raises(ConfigError, match=r"--config \./digits: this is a directory"):
+    with pytest.raises(ConfigError, match=r"--config digits: this is a directory"):
         load_config("./digits")
 
 
