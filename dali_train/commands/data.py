@@ -1,4 +1,4 @@
-"""``dali-train data``: make, index, check and show datasets.
+"""``dali-train data``: convert images into a dataset, and the actions of extras (index, subset, verify, show) by rows.
 
 Exit status: 0 done, 2 a mistake in the command or its input, 1 a failure (a full disk, damaged records, no network) or
 faults found by `verify`, 130 stopped with Ctrl-C.
