@@ -30,12 +30,9 @@ from dali_train.commands.arguments import (
 )
 from dali_train.commands.boundary import importing, run_command
 from dali_train.commands.data import add_data_command
-from dali_train.config.check import load_rows
+from dali_train.config.check import load_row, load_rows
 from dali_train.config.command_line import (
-    SHELLS,
-    answer_completion,
     is_completing,
-    print_completion_script,
     read_overrides,
 )
 from dali_train.config.config import find_recipe, recipe_table
@@ -68,15 +65,18 @@ EXTRA_COMMANDS = (
     "dali_train.extras.report:add_report_command",
     "dali_train.extras.suspects:add_suspects_command",
     "dali_train.extras.init:add_init_command",
+    "dali_train.extras.completion:add_completion_command",
 )
 """Functions that add a command of dali_train/extras to the subparsers."""
+
+COMPLETION = "dali_train.extras.completion:answer_completion"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     parser = command_parser()
     if is_completing():
-        answer_completion(parser)
+        load_row(COMPLETION, "completion in a shell")(parser)
     words, settings = _split_settings(list(sys.argv[1:] if argv is None else argv))
     options, unknown = parser.parse_known_args(words)
     if getattr(options, "config", "") is None and unknown and _is_config(unknown[0]):
@@ -111,7 +111,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
     add_launch_options(parser, hidden=True)  # torch.distributed.launch puts --local-rank before the command
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_train, _add_evaluate, _add_status, _add_recipes, _add_completion, add_data_command):
+    for add in (_add_train, _add_evaluate, _add_status, _add_recipes, add_data_command):
         add(commands)
     for add in load_rows(EXTRA_COMMANDS):
         add(commands)
@@ -268,19 +268,4 @@ def _recipes(options: argparse.Namespace, overrides: list[str]) -> int:
     titles = ("--config", "recipe", "target", "source", "H100-hours (EFLOP)", "measured")
     rows = [[shortened(cell, 60) for cell in row] for row in [titles, *recipe_table()]]
     print("\n".join(aligned(rows)))
-    return FINISHED
-
-
-def _add_completion(commands: Commands) -> None:
-    summary = "Print a script for your shell that completes commands, settings, choices and recipes."
-    how = "bash, in ~/.bashrc: source <(dali-train completion bash). zsh: dali-train completion zsh >DIR/_dali-train, "
-    how += "with DIR in $fpath. fish: dali-train completion fish >~/.config/fish/completions/dali-train.fish"
-    command = commands.add_parser("completion", help=summary, description=summary, epilog=how)
-    command.set_defaults(run=_completion, parser=command)
-    command.add_argument("shell", choices=SHELLS)
-
-
-def _completion(options: argparse.Namespace, overrides: list[str]) -> int:
-    refuse_settings(options, overrides, "takes the name of a shell and nothing else")
-    print_completion_script(options.shell)
     return FINISHED

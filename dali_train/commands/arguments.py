@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dali_train.config import Config, load_config
-from dali_train.config.check import close_names
-from dali_train.config.command_line import add_settings_to_complete, config_with, is_completing, read_overrides
+from dali_train.config.check import close_names, load_row
+from dali_train.config.command_line import config_with, is_completing, read_overrides
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, is_first, is_first_on_host
 from dali_train.runtime.object_store import is_remote
@@ -20,6 +20,8 @@ Run = Callable[[argparse.Namespace, list[str]], int]
 """A command: takes its parsed options and the words of ``--section.field VALUE``; returns the exit status."""
 
 Commands = Any  # what argparse's add_subparsers returns, whose class is private
+
+COMPLETED_SETTINGS = "dali_train.extras.completion:add_settings_to_complete"
 
 USERS_PARTS = "a config file that registers your own model; the settings are the run's"
 
@@ -75,7 +77,7 @@ def with_config(commands: Commands, name: str, summary: str, run: Run) -> argpar
         + (f"; beside RUN {USERS_PARTS}" if name == "eval" else ""),
     )
     if is_completing():
-        add_settings_to_complete(command, config)
+        load_row(COMPLETED_SETTINGS, "completion in a shell")(command, config)
     return command
 
 

@@ -1,12 +1,9 @@
-"""Settings on the command line: ``--section.field VALUE``, ``--config FILE --help``, and completion in shells.
+"""Settings on the command line: ``--section.field VALUE``, and ``--config FILE --help``.
 
 Values are only parsed here; the config checks whether they are valid. The help has every setting by section, drawn from
-the sections' own rules and docstrings. For completion, ``dali-train completion SHELL`` prints a script for the shell
-(bash, zsh, fish), which runs the program at each Tab with ``_ARGCOMPLETE`` in the environment; it then answers instead
-of running a command.
+the sections' own rules and docstrings.
 """
 
-import argparse
 import ast
 import contextlib
 import inspect
@@ -22,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from dali_train.config.check import allowed, alternatives, as_typed, conflicts_of, unknown_setting
-from dali_train.config.config import KWARGS, SETTINGS, Config, load_config, recipe_names
+from dali_train.config.config import KWARGS, SETTINGS, Config, load_config
 from dali_train.errors import ConfigError
 
 
@@ -270,43 +267,6 @@ def explanations(section: type) -> dict[str, str]:
     return texts
 
 
-SHELLS = ("bash", "zsh", "fish")
-
-
 def is_completing() -> bool:
     """Return whether a shell runs this process to complete a line."""
     return "_ARGCOMPLETE" in os.environ
-
-
-def print_completion_script(shell: str) -> None:
-    import argcomplete
-
-    print(argcomplete.shellcode(["dali-train"], shell=shell))
-
-
-def answer_completion(parser: argparse.ArgumentParser) -> None:
-    """Print how the shell's line may go on, and end the process."""
-    import argcomplete
-
-    argcomplete.autocomplete(parser, always_complete_options="long")
-
-
-def add_settings_to_complete(command: argparse.ArgumentParser, config: argparse.Action) -> None:
-    """Add the settings to the options of a command; `config` is its --config, which also takes the name of a recipe."""
-    from argcomplete.completers import FilesCompleter
-
-    files = FilesCompleter((".py", ".json"))
-
-    def complete(prefix: str, **details: Any) -> list[str]:
-        return [*recipe_names(), *files(prefix, **details)]
-
-    config.completer = complete  # type: ignore[attr-defined]  # where argcomplete looks for it
-    for name, setting in SETTINGS.items():
-        kinds = list(alternatives(setting.hint))
-        choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-        choices += ["true", "false"] if bool in kinds else []
-        choices += ["none"] if type(None) in kinds else []
-        is_closed = all(kind in (bool, type(None)) or get_origin(kind) is Literal for kind in kinds)
-        command.add_argument(f"--{name}", choices=choices if is_closed else None)
-    for prefix in KWARGS:
-        command.add_argument(f"--{prefix}")

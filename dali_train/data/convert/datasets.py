@@ -8,12 +8,8 @@ To add one, write a function and its row, here or in a file of your own before i
 The modules that read a source are imported when it is converted: building the parser need not wait for them.
 """
 
-import http.client
 import os
 import re
-import socket
-import sys
-import urllib.error
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dali_train.config.check import load_row
 from dali_train.data.dataset.manifest import CLASS_ORDERS, split_word
-from dali_train.errors import DatasetError, RunError
-from dali_train.files import sha256
+from dali_train.errors import DatasetError
 
 if TYPE_CHECKING:
     from dali_train.data.convert.sources import Sources
 
-_DOWNLOAD_TIMEOUT_S = 30
 _MOST_ENTRIES = 2000  # of a directory that are looked at
 _TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
+
+DOWNLOAD = "dali_train.extras.formats.download:download"
 
 Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
 SOURCE: Arguments = {"--source": {"type": Path, "metavar": "PATH", "help": "the published files"}}
@@ -124,7 +120,8 @@ def load_sources(options: Namespace) -> "Sources":
     if converter.download is not None:
         if options.download:
             options.source = options.source or options.out / DOWNLOAD_DIRECTORY
-            download(converter.download, options.source, mirror=options.mirror)
+            fetch = load_row(DOWNLOAD, "--download")
+            fetch(converter.download, options.source, mirror=options.mirror)
         if options.source is None:
             raise DatasetError("name the published files with --source, or let --download fetch them")
     try:
@@ -288,51 +285,6 @@ DATASETS: dict[str, Converter] = {
         load=lambda _: _in_extras("small:digits"),
     ),
 }
-
-
-def download(files: Download, directory: Path, *, mirror: str | None = None) -> None:
-    """Put `files` into `directory`, each under its name only when it is complete and has the right checksum.
-
-    Raises:
-        RunError: the server cannot be reached, breaks off, or sends something else.
-    """
-    address = mirror or files.address
-    if not address.startswith(("http://", "https://")):
-        raise RunError(f"--mirror {address}: use an address that begins with http:// or https://")
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, expected in files.sha256.items():
-        target = directory / name
-        for leftover in directory.glob(f"{name}.*.partial"):  # as torch names it; of a download that was killed
-            leftover.unlink()
-        if not target.exists():
-            _fetch(f"{address.rstrip('/')}/{name}", target, expected)
-        elif sha256(target) != expected:
-            raise RunError(
-                f"{target}: its SHA-256 is not {expected}, as of the official file: delete it, then it is fetched again"
-            )
-
-
-def _fetch(url: str, target: Path, expected: str) -> None:
-    from torch.hub import download_url_to_file  # takes seconds, which only a download should pay
-
-    remedy = (
-        "start the same command again, try another --mirror, or fetch the file elsewhere and name its directory with "
-        "--source"
-    )
-    timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(
-        _DOWNLOAD_TIMEOUT_S
-    )  # torch sets none: a server that stops answering would block the command forever
-    try:
-        download_url_to_file(url, str(target), hash_prefix=expected, progress=sys.stderr.isatty())
-    except urllib.error.HTTPError as error:
-        raise RunError(f"{url}: the server answers {error.code} {error.reason}: {remedy}") from error
-    except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
-        raise RunError(f"{url}: cannot be fetched ({error}): {remedy}") from error
-    except RuntimeError as error:  # torch's word for another checksum, which a connection that broke off gives as well
-        raise RunError(f"{url}: broke off, or is not the official file ({error}): {remedy}") from error
-    finally:
-        socket.setdefaulttimeout(timeout)
 
 
 def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = False) -> str:

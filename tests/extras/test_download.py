@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dali_train.data.convert.datasets import DATASETS, Download, download
+from dali_train.data.convert.datasets import DATASETS, Download
 from dali_train.errors import RunError
+from dali_train.extras.formats.download import download
 from tests.convert.files import convert, write_mnist
 from tests.object_server import ObjectServer
 
