@@ -83,7 +83,8 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 def plural(count: float, noun: str) -> str:
     """Return ``1 class``, ``1,000 classes``, ``0.5 epochs``."""
     number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
-    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch", "sh", "x")) else "s"
+    hisses = noun.endswith(("s", "ch", "sh", "x")) and noun != "epoch"
+    ending = "" if count == 1 else "es" if hisses else "s"
     return f"{number} {noun}{ending}"
 
 

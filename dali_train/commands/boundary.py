@@ -57,6 +57,8 @@ def _flush_output() -> None:
         sys.stdout.flush()
     except OSError as error:
         error.filename = "standard output"
+        if not isinstance(error, BrokenPipeError):
+            _silence_output()
         raise
 
 
@@ -67,9 +69,15 @@ def _nobody_reads_on() -> bool:
         poll = select.poll()
         poll.register(descriptor, 0)
         if any(event & select.POLLERR for _, event in poll.poll(0)):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # Python flushes what is left when it ends
+            _silence_output()
             return True
     return False
+
+
+def _silence_output() -> None:
+    """Let what is left to write lead to nowhere: Python flushes it when it ends, and would fail again."""
+    with suppress(OSError):  # in a notebook it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -446,6 +446,7 @@ def test_text_is_safe_for_a_terminal() -> None:
         and printable("a\nb", keep="\n") == "a\nb"
     )
     assert [plural(count, "class") for count in (0, 1, 1000)] == ["0 classes", "1 class", "1,000 classes"]
+    assert [plural(count, "epoch") for count in (0.5, 1, 200)] == ["0.5 epochs", "1 epoch", "200 epochs"]
 
 
 def test_each_evaluation_set_of_several_runs_has_a_chart(tmp_path: Path) -> None:

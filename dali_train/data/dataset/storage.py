@@ -452,4 +452,5 @@ def open_shards(split: Split) -> Storage:
     Raises:
         DatasetError: see `MappedFiles`.
     """
-    return STORAGES[_scheme(split.url or "")](split, DataConfig(root=str(split.root), read_ahead_mb=0), None)
+    settings = DataConfig(root=".", read_ahead_mb=0)  # the split has its own place, whose name need not be UTF-8
+    return STORAGES[_scheme(split.url or "")](split, settings, None)
