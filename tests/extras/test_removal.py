@@ -1,11 +1,14 @@
 """Each part of extras can be deleted: everything else is imported, and its commands are listed."""
 
 import ast
+import compileall
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,22 +59,24 @@ for copy in sys.argv[2:]:
 """
 
 
-def builds_on(part: str, gone: set[str]) -> bool:
-    """Return whether a file of `part` imports a module of `gone`."""
+@functools.cache
+def imports(part: str) -> set[str]:
+    """Return the modules of extras that a file of `part` imports, by their names without what is in them."""
     path = EXTRAS / part
+    found = set()
     for file in [path] if path.suffix else path.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dali_train.extras."):
-                module = str(node.module).split(".")[2]
-                if module in gone or f"{module}.py" in gone:
-                    return True
-    return False
+                found.add(str(node.module).split(".")[2])
+    return found
 
 
 def removed_with(part: str) -> set[str]:
     """Return `part` and all that builds on it, by the names of files and folders."""
     gone = {part}
-    while more := {other for other in PARTS if other not in gone and builds_on(other, gone)}:
+    while more := {
+        other for other in PARTS if other not in gone and imports(other) & {Path(name).stem for name in gone}
+    }:
         gone |= more
     return gone
 
@@ -84,9 +89,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
     shutil.copytree(REPOSITORY / "dali_train", core / "dali_train", ignore=without)
     (core / "dali_train" / "extras").mkdir()
     (core / "dali_train" / "extras" / "__init__.py").touch()
+    compiled = tmp_path_factory.mktemp("compiled")  # once: copies keep the times by which bytecode is known to be valid
+    shutil.copytree(EXTRAS, compiled, dirs_exist_ok=True)
+    compileall.compile_dir(compiled, quiet=1)
     copies = {part: tmp_path_factory.mktemp("copy") for part in PARTS}
     for part, copy in copies.items():
-        shutil.copytree(EXTRAS, copy, ignore=shutil.ignore_patterns(*removed_with(part)), dirs_exist_ok=True)
+        shutil.copytree(compiled, copy, ignore=shutil.ignore_patterns(*removed_with(part)), dirs_exist_ok=True)
     command = [sys.executable, "-c", IMPORT_ALL, str(EXTRAS), *map(str, copies.values())]
     environment = {**os.environ, "PYTHONPATH": str(core)}
     done = subprocess.run(command, cwd=core, env=environment, stdout=subprocess.PIPE, text=True, check=True)
