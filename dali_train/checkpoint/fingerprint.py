@@ -101,6 +101,14 @@ def parsed(fingerprint: str) -> tuple[int, int]:
     return int(fingerprint[:32], 16), int(fingerprint[32:], 16)
 
 
+def with_recipe(fingerprint: str, old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Return the fingerprint of the same steps under the recipe `new`; `fingerprint`, which may be empty, has `old`."""
+    if not fingerprint:
+        return ""
+    order, draws = parsed(fingerprint)
+    return written(order - recipe_digest(old) + recipe_digest(new), draws)
+
+
 def weights_digest(tensors: dict[str, torch.Tensor]) -> str:
     """Return the SHA-256 of complete `tensors` on the CPU by name, in hexadecimal."""
     digest = hashlib.sha256()

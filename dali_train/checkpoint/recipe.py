@@ -20,6 +20,7 @@ from dali_train.errors import ConfigError
 from dali_train.files import sha256
 from dali_train.text import plural, printable, shortened
 from dali_train.training.pretrained import is_path
+from dali_train.training.schedule import learning_rate
 
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
 _DIRECTORY = "local-dir:"  # timm's name for one that `export --format timm` writes
@@ -85,6 +86,23 @@ def check_recipe(
             "resume with the change"
         )
     return [f"{difference}; resuming with the change because run.accept_changed_recipe is set"]
+
+
+def is_branch(saved: dict[str, Any], current: dict[str, Any], config: Config, *, step: int, num_images: int) -> bool:
+    """Return whether two recipes differ in the schedule at most, and only from `step` on.
+
+    Then the first `step` steps of a run are the same with both, bit for bit.
+
+    Args:
+        config: the settings of `current`.
+    """
+    schedule = [name for name in current if name == "run.epochs" or name.startswith("schedule.")]
+    others = [{name: value for name, value in one.items() if name not in schedule} for one in (saved, current)]
+    if changes_between(*others) or config.ema.power:  # which depends on the end of the run
+        return False
+    values = {name: _value(saved, name) for name in schedule}
+    before = config.replace({name: tuple(one) if isinstance(one, list) else one for name, one in values.items()})
+    return all(learning_rate(before, at, num_images) == learning_rate(config, at, num_images) for at in range(step))
 
 
 def keep_digests_of_lost_files(saved: dict[str, Any], current: dict[str, Any]) -> None:

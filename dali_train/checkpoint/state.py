@@ -27,6 +27,7 @@ from dali_train.checkpoint.fingerprint import (
     WeightDigests,
     evaluation_digest,
     recipe_digest,
+    with_recipe,
     written,
 )
 from dali_train.checkpoint.format import (
@@ -38,7 +39,13 @@ from dali_train.checkpoint.format import (
     find_checkpoint,
     load_checkpoint,
 )
-from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
+from dali_train.checkpoint.recipe import (
+    check_recipe,
+    is_branch,
+    keep_digests_of_lost_files,
+    recipe,
+    saved_recipe,
+)
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
 from dali_train.config import LossConfig, ModelConfig
 from dali_train.errors import ConfigError
@@ -119,23 +126,29 @@ def find_start(plan: RunPlan, group: dist.ProcessGroup | None) -> tuple[Start, P
         weights = first_weights(config.model, plan.class_names)
         fingerprint = Fingerprint.of(plan, written(recipe_digest(current), 0) if config.data.reader != "dali" else "")
         return Start(weights=weights, warnings=warnings), Progress(recipe=current, fingerprint=fingerprint)
-    warnings += check_recipe(
-        saved_recipe(checkpoint.values, checkpoint.path),
-        current,
-        source=str(checkpoint.path),
-        remedy="choose another run.dir",
-        accept=config.run.accept_changed_recipe,
-    )
+    # Other hosts may not see the checkpoint, and evaluate if it has no accuracy.
+    read_evaluation = partial(own_evaluation, checkpoint, plan.directory)
+    is_own, top1, evaluation = on_rank_0(read_evaluation, group)
+    saved = saved_recipe(checkpoint.values, checkpoint.path)
+    record = checkpoint.values.record
+    keep_digests_of_lost_files(saved, current)
+    if not is_own and is_branch(saved, current, config, step=checkpoint.step, num_images=plan.num_images):
+        record = with_recipe(record, saved, current)  # these steps are also the first of a run with this recipe
+    else:
+        warnings += check_recipe(
+            saved,
+            current,
+            source=str(checkpoint.path),
+            remedy="choose another run.dir",
+            accept=config.run.accept_changed_recipe,
+        )
     progress = Progress(
         recipe=current,
         step=checkpoint.step,
         saved_step=checkpoint.step,
-        fingerprint=Fingerprint.of(plan, checkpoint.values.record, checkpoint.step),
+        fingerprint=Fingerprint.of(plan, record, checkpoint.step),
         weights=checkpoint.values.weights,
     )
-    # Other hosts may not see the checkpoint, and evaluate if it has no accuracy.
-    read_evaluation = partial(own_evaluation, checkpoint, plan.directory)
-    is_own, top1, evaluation = on_rank_0(read_evaluation, group)
     if is_own:
         progress.accuracies = [*checkpoint.values.epoch_accuracies, *([top1] if top1 is not None else [])]
         progress.evaluation_is_pending = top1 is None

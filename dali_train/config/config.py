@@ -225,7 +225,7 @@ class Config(SampleConfig):
         decay_epochs = self.schedule.decay_epochs
         before = self.schedule.warmup_epochs if self.schedule.decay_from == "warmup-end" else 0
         require(
-            self.schedule.name not in ("linear", "cosine", "polynomial", "warmup-stable-decay")
+            self.schedule.name not in ("linear", "cosine", "polynomial", "warmup-stable-decay", "wsd")
             or decay_epochs is None
             or decay_epochs + before <= self.run.epochs,
             f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {before} exceeds run.epochs "

@@ -466,7 +466,7 @@ _USES = {  # the decays that have a use for a setting; what a decay of the user'
     "milestones": ("multistep",),
     "power": ("polynomial", "warmup-stable-decay"),
     "decay_rate": ("step", "multistep"),
-    "decay_epochs": ("step", "warmup-stable-decay", "linear", "cosine", "polynomial"),
+    "decay_epochs": ("step", "warmup-stable-decay", "wsd", "linear", "cosine", "polynomial"),
 }
 _DECAYS = {decay for decays in _USES.values() for decay in decays}
 
@@ -485,7 +485,8 @@ class ScheduleConfig:
     name: str = "linear"
     """How the rate decays until run.epochs: linear, cosine, polynomial, step (times decay_rate every decay_epochs),
     multistep (times decay_rate at each of milestones), warmup-stable-decay (constant until decay_epochs before the
-    end), or a row that the config file adds to dali_train.training.schedule.SCHEDULES."""
+    end), wsd (likewise, by 1 - sqrt of the decay's part that has passed, as in timm), or a row that the config file
+    adds to dali_train.training.schedule.SCHEDULES."""
     warmup_epochs: NotNegative = 0.0
     """Passes over the training split during which the rate rises."""
     warmup_lr: NotNegative | None = None
@@ -499,8 +500,9 @@ class ScheduleConfig:
     power: Positive = 1.0
     """Exponent of polynomial, and of the decay of warmup-stable-decay."""
     decay_epochs: Positive | None = None
-    """step: epochs between two decays. warmup-stable-decay: length of the decay. linear, cosine, polynomial: length of
-    the decay, after which the rate is min_lr; None: until run.epochs."""
+    """step: epochs between two decays. warmup-stable-decay, wsd: length of the decay; None with wsd: the rate stays (a
+    trunk, from whose checkpoints other runs branch off and decay). linear, cosine, polynomial: length of the decay,
+    after which the rate is min_lr; None: until run.epochs."""
     decay_rate: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] = 0.1
     """Factor of each decay of step and multistep."""
     milestones: tuple[Positive, ...] = ()
@@ -972,7 +974,8 @@ class RunConfig:
     Slurm job."""
     resume: NotInRecipe[Annotated[str, Rule("auto, never or the path of a checkpoint")]] = "auto"
     """auto: resume from the newest complete checkpoint in run.dir, if there is one. never: start at step 0, in an empty
-    run.dir. Or the path of a checkpoint of another run, to start from it, or of this run, to go back to it."""
+    run.dir. Or the path of a checkpoint of another run, to start from it, or of this run, to go back to it. A run that
+    starts from another's may have another schedule if no step before the checkpoint had another rate."""
     accept_changed_recipe: NotInRecipe[bool] = False
     """Resume even if the recipe or the dataset differs from the checkpoint's; the differences are printed."""
     device: NotInRecipe[Literal["auto", "cpu", "cuda"]] = "auto"

@@ -47,6 +47,13 @@ def _warmup_stable_decay(settings: ScheduleConfig, peak: float, span: Span) -> f
     return settings.min_lr + (peak - settings.min_lr) * left**settings.power
 
 
+def _wsd(settings: ScheduleConfig, peak: float, span: Span) -> float:
+    left = span.total - span.elapsed
+    if span.decay is None or left >= span.decay:  # exactly the peak, so that branches share the trunk's rates
+        return peak
+    return settings.min_lr + (peak - settings.min_lr) * (1 - math.sqrt(1 - left / span.decay))
+
+
 Schedule = Callable[[ScheduleConfig, float, Span], float]
 SCHEDULES: dict[str, Schedule] = {
     "linear": _linear,
@@ -55,6 +62,7 @@ SCHEDULES: dict[str, Schedule] = {
     "step": _step,
     "multistep": _multistep,
     "warmup-stable-decay": _warmup_stable_decay,
+    "wsd": _wsd,
 }
 """Each takes the settings, the peak rate and the position in the decay, and returns the rate after the warmup."""
 

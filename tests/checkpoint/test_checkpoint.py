@@ -22,11 +22,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dali_train.checkpoint.fingerprint import weights_digest
 from dali_train.checkpoint.format import CheckpointError, RunValues, find_checkpoint, load_checkpoint, load_newest
-from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe
+from dali_train.checkpoint.recipe import changes_between, is_branch, keep_digests_of_lost_files, recipe
 from dali_train.checkpoint.run_directory import checkpoint_paths, resolve_checkpoint, saved_score, saved_top1
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.trained_model import load_trained
-from dali_train.config import load_config
+from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError, DatasetError
@@ -503,6 +503,30 @@ def test_each_file_that_decides_a_result_is_noticed(tiny_config: Path, dataset: 
         with pytest.raises(DatasetError, match=rf"{file} has (CRC32C|\d+ bytes)"):
             Split(root, "train")
         file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("branch", "last_step"),  # the last step at which a run may branch off
+    [
+        ({"schedule.milestones": (2.0, 5.0, 7.0)}, 12),
+        ({"schedule.milestones": (2.0, 4.0, 6.0)}, 8),
+        ({"run.epochs": 30}, 20),
+        ({"run.epochs": 30, "ema.decay": 0.9, "ema.power": 1.0}, None),
+        ({"optimizer.lr": 0.02}, None),
+        ({"schedule.name": "wsd", "schedule.milestones": (), "schedule.decay_epochs": 3.0}, 4),
+    ],
+)
+def test_a_run_branches_off_where_no_rate_before_differs(
+    branch: dict[str, Any], last_step: int | None, config: Config, dataset: Path
+) -> None:
+    """Epochs of two steps, and of a checkpoint as JSON has it."""
+    multistep = {"schedule.name": "multistep", "schedule.milestones": (2.0, 5.0, 6.0), "schedule.warmup_epochs": 0}
+    trunk = config.replace({"run.epochs": 20, **multistep, **{name: branch[name] for name in branch if "ema" in name}})
+    manifest = Manifest.read(dataset)
+    saved = json.loads(json.dumps(recipe(trunk, manifest)))
+    other = trunk.replace(branch)
+    may = [is_branch(saved, recipe(other, manifest), other, step=step, num_images=64) for step in range(21)]
+    assert may == [last_step is not None and step <= last_step for step in range(21)]
 
 
 def test_begins_at_another_runs_checkpoint_only_once(train: Train, plain_run: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dali_train.checkpoint.fingerprint import (
@@ -27,7 +28,7 @@ from dali_train.extras.proof.prove import prove
 from dali_train.extras.report.diff import compare_records, samples_of
 from dali_train.extras.report.runs import ReportedRun
 from dali_train.runtime.status import read_status
-from tests.conftest import REPOSITORY, StartTraining, Train, finished_run, run_in_pool
+from tests.conftest import REPOSITORY, StartTraining, Train, final_weights, finished_run, run_in_pool
 from tests.helpers import events, kill_after_step_4
 
 CHECKPOINTS = ("--run.checkpoint_every_steps", "2", "--run.eval_every_epochs", "None")
@@ -40,6 +41,31 @@ def proven_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     only read."""
     options = (*CHECKPOINTS, "--run.eval_every_epochs", "2.5", "--ema.decay", "0.9")
     return finished_run(tmp_path_factory.mktemp("proven"), dataset, *options)
+
+
+BRANCH = ("--schedule.name", "wsd", "--schedule.decay_epochs", "1.92")  # the last 3 of 7 steps, from the peak on
+
+
+def test_a_branch_is_the_run_that_has_its_schedule_from_the_beginning(
+    dataset: Path, tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trunk = ("--schedule.name", "wsd", "--run.epochs", "20", "--run.max_steps", "4", *CHECKPOINTS)
+    train("trunk", *trunk)
+    resume = ("--run.resume", str(tmp_path / "trunk" / "checkpoints" / "step-00000004"))
+    assert "resuming from step 4" in train("branch", *resume, *BRANCH, *CHECKPOINTS)
+    straight = finished_run(tmp_path, dataset, *BRANCH, *CHECKPOINTS)
+    branch = tmp_path / "branch"
+    weights = final_weights(straight)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in final_weights(branch).items())
+    rates = [event["lr"] for event in events(straight, "train")]
+    assert rates[4] == rates[3] > rates[5] > rates[6]
+    records = [[event["record"] for event in events(run, "train")][-3:] for run in (branch, straight)]
+    assert records[0] == records[1]
+    assert verdict(branch, capsys) == {} == verdict(straight, capsys)
+    earlier = ("--schedule.name", "wsd", "--schedule.decay_epochs", "3")  # the last 5 of 7 steps
+    refused = train("other", *resume, *earlier, status=2)
+    assert "schedule.decay_epochs none -> 3" in refused and "choose another run.dir" in refused
+    assert "the recipe differs" in train("trunk", *BRANCH, "--run.max_steps", "6", status=2)
 
 
 def verdict(run: Path, capsys: pytest.CaptureFixture[str], dataset: Path | None = None) -> dict[str, str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler, WSDLRScheduler
 from timm.scheduler.scheduler import Scheduler
 
 from dali_train.config import Config, ConfigError
@@ -52,6 +52,12 @@ def of_timm(kind: type[Scheduler], unit: str, **arguments: Any) -> list[float]:
             {"name": "multistep", "milestones": (4, 9, 11.0), "decay_rate": 0.3, "min_lr": 0.0},
             {"decay_t": [4, 9, 11], "decay_rate": 0.3},
         ),
+        (WSDLRScheduler, {"name": "wsd", "decay_epochs": 6.0, "min_lr": 1e-5}, {"decay_t": 6, "lr_min": 1e-5}),
+        (
+            WSDLRScheduler,
+            {"name": "warmup-stable-decay", "decay_epochs": 6.0, "min_lr": 1e-5},
+            {"decay_t": 6, "lr_min": 1e-5, "decay_fn": "linear"},
+        ),
     ],
     ids=lambda value: value.get("name") if isinstance(value, dict) else None,
 )
@@ -64,7 +70,10 @@ def test_rates_are_those_of_timm(
         arguments["decay_t"] = [time * scale + 1 for time in theirs["decay_t"]]
     elif "decay_t" in theirs:
         arguments["decay_t"] = theirs["decay_t"] * scale
-    else:  # timm's cycle begins after a warmup that is a prefix, so it is the rest of the run
+    if kind is WSDLRScheduler:  # whose warmup always is a prefix
+        del arguments["warmup_prefix"]
+        arguments["t_initial"] = (EPOCHS - warmup) * scale
+    elif "decay_t" not in theirs:  # timm's cycle begins after a warmup that is a prefix, so it is the rest of the run
         arguments["t_initial"] = (EPOCHS - (warmup if prefix else 0)) * scale
     settings = config(
         **ours, warmup_epochs=warmup, warmup_lr=1e-6, step_every=unit, decay_from="warmup-end" if prefix else "start"
@@ -115,7 +124,7 @@ def test_a_decay_that_ends_before_the_run(name: str, unit: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("unit", ["step", "epoch"])
 def test_every_schedule_starts_its_decay_at_the_peak_and_ends_above_its_minimum(name: str, unit: str) -> None:
-    needed: dict[str, dict[str, Any]] = {name: {"decay_epochs": 4.0} for name in ("step", "warmup-stable-decay")}
+    needed: dict[str, dict[str, Any]] = {name: {"decay_epochs": 4.0} for name in ("step", "warmup-stable-decay", "wsd")}
     more = (needed | {"multistep": {"milestones": (3, 9)}}).get(name, {})
     settings = config(name=name, warmup_epochs=2, min_lr=1e-5, step_every=unit, **more)
     rates = [learning_rate(settings, step, IMAGES) for step in range(EPOCHS * STEPS + 5)]
