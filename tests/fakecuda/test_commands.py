@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.fakecuda import jobs
+from tests.fakecuda.conftest import RunOnFake
 from tests.ranks import POOL
 from tests.test_bench import gpu_options
 from tools.bench import gpu
@@ -23,6 +24,14 @@ def test_doctor_finds_the_gpu_and_what_dali_lacks(config_file: Path, tmp_path: P
     assert findings["gpu"] == findings["matrix product"] == findings["memory"] == "pass"
     assert "NVIDIA H100 80GB HBM3, 80 of 80 GiB free" in output
     assert json.loads((tmp_path / "report" / "rank0.json").read_text())["faults"] == []
+
+
+def test_training_names_a_driver_that_does_not_suit_dali(on_fake: RunOnFake) -> None:
+    run = on_fake("old", "--data.device", "gpu", succeeds=False)
+    assert run.statuses == [1]
+    (line,) = [line for line in run.output.splitlines() if "DALI cannot use GPU 0" in line]
+    assert "installed CUDA driver" in line and "data.device cpu" in line
+    assert "Traceback" not in run.output
 
 
 def bench(work: Path) -> int:

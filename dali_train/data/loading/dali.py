@@ -32,6 +32,7 @@ from dali_train.data.loading.decoders import (
     if_of_size,
 )
 from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.errors import RunError
 
 Item = TypeVar("Item")
 Explain = Callable[[RuntimeError], Exception]
@@ -341,6 +342,24 @@ def normalised(images: Any, mirror: Any | None, data: DataConfig, pixels: PixelF
 def to_device(node: Any, pixels: PixelFormat) -> Any:
     """Return `node` on the decoding device."""
     return node if pixels.device_id is None else node.gpu()
+
+
+def build_graph(pipe: Pipeline) -> None:
+    """Prepare a graph to be run.
+
+    Raises:
+        RunError: DALI cannot use the GPU, most often because the driver is older than the CUDA it is built for.
+    """
+    try:
+        pipe.build()
+    except RuntimeError as error:
+        if pipe.device_id is None or "CUDA" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[-1]
+        raise RunError(
+            f"DALI cannot use GPU {pipe.device_id}: {reason}. Update the driver or install the nvidia-dali-cuda "
+            "package that suits it (`dali-train doctor` compares them), or set data.device cpu"
+        ) from error
 
 
 def run_graph(pipe: Pipeline, explain: Explain) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ from dali_train.data.loading.dali import (
     Ahead,
     Feed,
     Look,
+    build_graph,
     crop_graph,
     crop_inputs,
     evaluation_graph,
@@ -126,7 +127,7 @@ class DaliPipeline(IndexedPipeline):
         self._feed = Feed(inputs, next_micro_batch, ahead=_PREPARED)
         options = graph_options(self._pixels, size=size)
         self._pipe = training_graph(self._feed, self._looks, self._pixels, self._split, **options)
-        self._pipe.build()
+        build_graph(self._pipe)
         device = "cpu" if self._pixels.device_id is None else f"cuda:{self._pixels.device_id}"
         self._mean, self._std = (torch.tensor(values, device=device) for values in (self._data.mean, self._data.std))
 
@@ -244,7 +245,7 @@ class EvaluationPipeline:
             split.manifest.encoding == "raw",
             **graph_options(pixels, size=max(len(batch) for batch in batches)),
         )
-        self._pipe.build()
+        build_graph(self._pipe)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (images, labels): (n, 3, eval_size, eval_size) of the pixel format's dtype, and (n,) int64.
