@@ -441,7 +441,7 @@ def restored_trainer(plan: RunPlan, start: Start, *, evaluates: bool) -> Trainer
         plan.layout,
         plan.num_classes,
         plan.device,
-        plan.class_counts,
+        plan.classes,
         evaluates=evaluates,
         resumes=start.checkpoint is not None,
         weights=start.weights,

@@ -111,6 +111,7 @@ def _value(name: str, words: list[str]) -> Any:
     | str, or a choice of words          | one word            | the word                           |
     | tuple of words                     | a,b or a b or none  | ("a", "b") or ()                   |
     | tuple of rows that begin with text | sketch,DIR v2,DIR   | (("sketch", "DIR"), ("v2", "DIR")) |
+    | such rows, or something else       | balanced, 2         | the latter, without a comma        |
     | tuple of numbers                   | 0.9,0.98 or 0.9     | (0.9, 0.98) or (0.9,)              |
     | anything else                      | 3 or 1e-3 or {...}  | as in Python                       |
     """
@@ -125,15 +126,17 @@ def _value(name: str, words: list[str]) -> Any:
         return _BOOLEANS[text.lower()]
     if hint is Any and text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
-    if str in kinds:
+    sequence = next((kind for kind in kinds if get_origin(kind) is tuple), None)
+    if str in kinds and (sequence is None or "," not in text):
         if len(words) > 1:
             raise ConfigError(f"--{name} takes one value, found {len(words)}: {text!r}; quote a value that has spaces")
         return text
-    sequence = next((kind for kind in kinds if get_origin(kind) is tuple), None)
     if sequence is not None and _are_words(sequence):
         return () if text.lower() == "none" else tuple(text.replace(",", " ").split())
     columns = get_args(get_args(sequence)[0]) if sequence is not None else ()
     if columns and str in alternatives(columns[0]):
+        if len(kinds) > 1 and "," not in text:
+            return _literal(words)
         is_text = [str in alternatives(column) for column in columns]
         return tuple(_row(word, is_text) for word in words)
     value = _literal(words)

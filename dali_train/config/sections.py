@@ -45,6 +45,8 @@ NORMALISATIONS: dict[str, tuple[Triple, Triple]] = {
 """Name -> mean and standard deviation of the pixels."""
 Blocks = Annotated[int, Rule("a whole number from 1 to 16,777,216", 1, 1 << 24)]
 Probability = Annotated[float, Rule("a probability from 0 to 1", 0, 1)]
+ByClass = tuple[tuple[str, NotNegative], ...]
+"""Pairs of a class, by its name or its number from 0, and its weight."""
 
 
 SetName = Annotated[
@@ -588,6 +590,9 @@ class BatchConfig:
         return f"{steps} or {steps - 1}" if self.num_micro_batches % data_parallel_size else f"{steps}"
 
 
+WEIGHTED_LOSSES = ("cross-entropy", "binary-cross-entropy")
+
+
 @section("loss")
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
@@ -598,18 +603,30 @@ class LossConfig:
     that the config file adds to dali_train.training.loss.LOSSES."""
     label_smoothing: Annotated[float, Rule("a share from 0 to under 1", 0, UNDER_1)] = 0.0
     """Share of the target that is spread evenly over all classes."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """balanced: cross-entropy weights an image of a class with n of the N training images by N / (n x classes), so that
-    rare classes count as much as frequent ones; the mean weight is 1."""
+    class_weights: Annotated[
+        Annotated[str, Rule("", pattern=r"none|balanced|effective-0\.\d{1,15}")] | ByClass,
+        Rule("none, balanced, effective-BETA such as effective-0.999, or pairs such as cat,2 dog,0.5"),
+    ] = "none"
+    """Factor of each class's part of the loss. balanced: 1 / n for a class with n training images, so that rare classes
+    count as much as frequent ones. effective-0.999: (1 - beta) / (1 - beta ** n) with beta 0.999, by the effective
+    number of images (Cui et al., arXiv 1901.05555): those beyond about 1 / (1 - beta) count no more. Both are scaled to
+    a mean of 1, over the images with cross-entropy and over the classes with binary losses. Or pairs of a class and its
+    weight, used as they are, and 1 for the other classes: cat,2 dog,0.5, by name or by number from 0. The loss is
+    divided by the number of images, never by the sum of their weights, so it does not depend on how images fall into
+    micro-batches."""
     target_threshold: Annotated[float, Rule("a number from 0 to under 1", 0, UNDER_1)] | None = None
     """binary-cross-entropy: targets above it count as 1 and others as 0, so that a mixture has both classes. None:
     targets are used as they are."""
     sum_classes: bool = False
     """binary-cross-entropy: the sum over the classes, as big_vision's sigmoid loss, instead of their mean (timm's
     --bce-sum); with C classes, loss and gradient are C times as large."""
-    positive_weight: Positive = 1.0
+    positive_weight: Annotated[
+        Positive | Literal["balanced"] | ByClass,
+        Rule("a number over 0, at most 1e30, balanced, or pairs such as cat,2 dog,0.5"),
+    ] = 1.0
     """binary-cross-entropy: factor of the part of the loss that pulls towards an image's own classes (timm's
-    --bce-pos-weight)."""
+    --bce-pos-weight). balanced: for each class the number of training images without it by that with it. Or pairs of a
+    class and its factor, and 1 for the other classes: cat,2 dog,0.5, by name or by number from 0."""
     distillation: Literal["none", "hard", "soft"] = "none"
     """Also learn from a teacher's predictions (DeiT). hard: from its top class. soft: from its probabilities."""
     distillation_weight: Annotated[float, Rule("a share over 0 and up to 1", OVER_0, 1)] = 0.5
@@ -621,6 +638,11 @@ class LossConfig:
     local-dir:DIRECTORY: what `dali-train export --format timm` wrote."""
     teacher_weights: str | None = None
     """A file with the teacher's weights, of the kinds that model.weights takes."""
+
+    @property
+    def weights_classes(self) -> bool:
+        """Whether classes count differently in the loss, so that it depends on the training images."""
+        return self.class_weights != "none" or isinstance(self.positive_weight, str | tuple)
 
     CONFLICTS = (
         Conflict(
@@ -640,8 +662,8 @@ class LossConfig:
         ),
         Conflict(
             names=("class_weights", "name"),
-            when=lambda loss: loss.class_weights != "none" and loss.name != "cross-entropy",
-            remedy="leave it out, or use cross-entropy or data.shuffle balanced",
+            when=lambda loss: loss.class_weights != "none" and loss.name not in WEIGHTED_LOSSES,
+            remedy=f"leave it out, or use {' or '.join(WEIGHTED_LOSSES)}, or data.shuffle balanced",
         ),
         Conflict(
             names=("temperature", "distillation"),

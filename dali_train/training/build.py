@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dali_train.config import Config, ParallelConfig
 from dali_train.config.check import load_row
@@ -29,7 +28,7 @@ from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
 from dali_train.training.invariant import RunningStatistics, choose_seeding, drops, seed_each_block
-from dali_train.training.loss import loss_of, make_objective
+from dali_train.training.loss import TrainingClasses, loss_of, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.optim import Ema, check_groups, check_shardwise, make_clip, make_optimizer
@@ -80,11 +79,8 @@ class RunPlan:
         return self.split.manifest.class_names
 
     @property
-    def class_counts(self) -> NDArray[np.int64]:
-        """Images of each class that take part, (classes,)."""
-        labels = self.split.rows["label"]
-        taking_part = labels if self.split.kept is None else labels[self.split.kept]
-        return np.bincount(taking_part, minlength=self.split.num_classes)
+    def classes(self) -> TrainingClasses:
+        return training_classes(self.split)
 
     @property
     def grad_accum_steps(self) -> int:
@@ -95,6 +91,13 @@ class RunPlan:
     def total_steps(self) -> int:
         """The step at which the run ends."""
         return self.config.total_steps(self.num_images)
+
+
+def training_classes(split: Split) -> TrainingClasses:
+    labels = split.rows["label"]
+    taking_part = labels if split.kept is None else labels[split.kept]
+    counts = np.bincount(taking_part, minlength=split.num_classes)
+    return TrainingClasses(names=split.manifest.class_names, counts=counts, num_images=split.num_images)
 
 
 def fit_to_ranks(config: Config, launch: Launch) -> Layout:
@@ -252,7 +255,7 @@ def build_trainer(
     layout: Layout,
     num_classes: int,
     device: torch.device,
-    class_counts: NDArray[np.int64] | None = None,
+    classes: TrainingClasses | None = None,
     *,
     evaluates: bool = True,
     resumes: bool = False,
@@ -262,7 +265,7 @@ def build_trainer(
     """Return the trainer of a model with its initial weights, split over the ranks of `layout`.
 
     Args:
-        class_counts: training images of each class, (num_classes,), for loss.class_weights and ema.power.
+        classes: for loss.class_weights, loss.positive_weight and ema.power.
         evaluates: the model must accept images of data.eval_size too.
         resumes: a checkpoint will replace the weights, so model.weights is not read.
         weights: the tensors of model.weights, if that is a run or a checkpoint, which this package cannot read.
@@ -301,7 +304,7 @@ def build_trainer(
     optimizer = make_optimizer(model, config.optimizer)  # after parallelism, which may replace parameters
     batch = config.batch
     # Of the schedule; without the number of images only ema.power would need it.
-    num_steps = 0 if class_counts is None else config.steps(config.run.epochs, int(class_counts.sum()))
+    num_steps = 0 if classes is None else config.steps(config.run.epochs, classes.num_images)
     # A sharded gradient, and a partial one of tensor parallelism, has no norm before it is reduced.
     has_noise = batch.num_micro_batches > 1 and not layout.shards_weights
     audit: StepAudit | None = None
@@ -318,7 +321,7 @@ def build_trainer(
         optimizer=optimizer,
         precision=precision,
         dropout=seeding,
-        objective=make_objective(config, model, num_classes, device, class_counts),
+        objective=make_objective(config, model, num_classes, device, classes),
         statistics=RunningStatistics(model),
         metrics=TrainingMetrics(device),
         clock=PhaseClock(device),

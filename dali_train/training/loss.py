@@ -1,6 +1,7 @@
 """The losses, for images that may be mixtures of two, and the training accuracy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,16 @@ Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
 Distillation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 DISTILLATION = "dali_train.extras.distillation:Distillation"
+CLASS_WEIGHTS = "dali_train.extras.class_weights:weights_of"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingClasses:
+    """The classes of the images that take part in training."""
+
+    names: tuple[str, ...]  # empty: they have none
+    counts: NDArray[np.int64]  # images of each, (classes,)
+    num_images: int
 
 
 def mixup_loss(
@@ -54,7 +65,12 @@ def _cross_entropy(
 
 
 def _binary_cross_entropy(
-    config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
+    config: LossConfig,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lambdas: torch.Tensor,
+    class_weights: torch.Tensor | None = None,
+    positive_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     logits = at_least_float32(logits)
     classes = torch.arange(logits.shape[-1], device=logits.device)
@@ -66,8 +82,9 @@ def _binary_cross_entropy(
         soft = (soft > config.target_threshold).to(logits.dtype)
     # The weight of the positive class is a tensor, filled on the device: a copy from the host might wait. Without one
     # the arithmetic stays that of earlier versions.
-    weight = None if config.positive_weight == 1 else logits.new_full((), config.positive_weight)
-    loss = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weight)
+    if isinstance(config.positive_weight, float | int) and config.positive_weight != 1:
+        positive_weights = logits.new_full((), config.positive_weight)
+    loss = F.binary_cross_entropy_with_logits(logits, soft, class_weights, pos_weight=positive_weights)
     return loss * logits.shape[-1] if config.sum_classes else loss
 
 
@@ -93,16 +110,18 @@ class Objective:
     Args:
         distillation: adds a teacher's loss: a function of (the loss, the output of the distillation token or else the
             logits, the images) that returns the loss to train with. None: no teacher.
-        class_weights: (classes,) factors of each class's cross-entropy; None: all 1.
+        weights: further arguments of the loss: class_weights, positive_weights, (classes,) each.
     """
 
     def __init__(
-        self, config: LossConfig, distillation: Distillation | None = None, class_weights: torch.Tensor | None = None
+        self,
+        config: LossConfig,
+        distillation: Distillation | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._config = config
         self._distillation = distillation
-        loss = loss_of(config)
-        self._loss = loss if class_weights is None else partial(_cross_entropy, class_weights=class_weights)
+        self._loss = partial(loss_of(config), **(weights or {}))
 
     def __call__(
         self,
@@ -130,33 +149,27 @@ def make_objective(
     model: Any,
     num_classes: int,
     device: torch.device,
-    class_counts: NDArray[np.int64] | None = None,
+    classes: TrainingClasses | None = None,
 ) -> Objective:
     """Return the loss of `config`. A `model` with a distillation token is set to return that token's logits too.
 
     Args:
-        class_counts: (num_classes,) training images of each class, for loss.class_weights.
+        classes: for loss.class_weights and loss.positive_weight.
 
     Raises:
-        ConfigError: the teacher cannot be used.
+        ConfigError: the teacher cannot be used, or a class that has a weight does not exist.
     """
-    weights = None
-    if config.loss.class_weights == "balanced":
-        assert class_counts is not None, "loss.class_weights needs the training images of each class"
-        weights = torch.from_numpy(balanced_weights(class_counts)).to(device, torch.float32)
+    weights = {}
+    if config.loss.weights_classes:
+        assert classes is not None, "loss.class_weights needs the training images of each class"
+        by_name = load_row(CLASS_WEIGHTS, "loss.class_weights")(config.loss, classes)
+        weights = {name: torch.from_numpy(values).to(device, torch.float32) for name, values in by_name.items()}
     if config.loss.distillation == "none":
-        return Objective(config.loss, class_weights=weights)
+        return Objective(config.loss, weights=weights)
     if hasattr(model, "set_distilled_training"):
         model.set_distilled_training(True)
     distillation = load_row(DISTILLATION, "loss.distillation")(config, num_classes, device)
     return Objective(config.loss, distillation, weights)
-
-
-def balanced_weights(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the weight of each class that makes all classes count the same; the mean over the images is 1, and classes
-    without images have 1."""
-    present = counts > 0
-    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1.0)
 
 
 def first_target_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from dali_train.data.loading.pipelines import Batch
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
 from dali_train.training.build import build_trainer
+from dali_train.training.loss import TrainingClasses
 from dali_train.training.schedule import learning_rate
 
 SIZE, STEPS, IMAGES = 16, 12, 50_000
@@ -56,8 +57,8 @@ def test_weights_after_steps_are_those_of_the_published_program() -> None:
         run=dict(epochs=STEPS * SIZE / IMAGES),
     )
     layout = Layout.from_config(Launch(world_size=1, port=1), config.parallel)
-    counts = np.full(10, IMAGES // 10)
-    trainer = build_trainer(config, layout, 10, torch.device("cpu"), counts)
+    classes = TrainingClasses(names=(), counts=np.full(10, IMAGES // 10), num_images=IMAGES)
+    trainer = build_trainer(config, layout, 10, torch.device("cpu"), classes)
     model = trainer.model.train()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -41,8 +41,12 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_of_a_dataset_and_of_a_number(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", str(tiny_config)]) == 0
-    assert "images         50 in 5 classes" in capsys.readouterr().out
+    weights = ["--loss.class_weights", "0,2", "3,0.5", "--loss.positive_weight", "balanced"]
+    assert main(["plan", "--config", str(tiny_config), "--loss.name", "binary-cross-entropy", *weights]) == 0
+    printed = capsys.readouterr().out
+    assert "images         50 in 5 classes" in printed
+    assert re.search(r"class weights .* 2 \(10 images\), .* 0\.5 \(10\), .* 1 \(10\)\npositives ", printed)
+    assert printed.count(" 4 (10") == 5  # of 50 images 40 are of another class
     assert main(["plan", "--config", str(tiny_config), "--num-images", "320"]) == 0
     assert "steps          40 in 4 epochs, 10.00 per epoch" in capsys.readouterr().out
     assert main(["plan", "--config", str(tiny_config), "--num-images", "0"]) == 2

@@ -128,7 +128,7 @@ def test_a_step_applies_the_factors_of_the_groups(tiny_config: Path, tmp_path: P
         {"run.dir": str(tmp_path / "run"), "optimizer.groups": (("*.bias", 0.0, 1.0),)}
     )
     plan = prepare(config, Launch(world_size=1, port=1), CPU)
-    trainer = build_trainer(config, plan.layout, plan.num_classes, CPU, plan.class_counts)
+    trainer = build_trainer(config, plan.layout, plan.num_classes, CPU, plan.classes)
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.step(0, 0.1, build_loader(plan))
     for name, parameter in trainer.model.named_parameters():

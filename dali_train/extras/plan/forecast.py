@@ -15,9 +15,10 @@ from dali_train.checkpoint.trained_model import check_weights
 from dali_train.config import BatchConfig, Config, DataConfig
 from dali_train.config.check import as_typed, close_names
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.index import kept_images
+from dali_train.data.dataset.index import Split, kept_images
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
+from dali_train.extras.class_weights import describe_weights, weights_of
 from dali_train.extras.cost.memory import Memory, estimate_memory
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import (
@@ -31,7 +32,7 @@ from dali_train.parallel.stages import (
 from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
 from dali_train.text import duration, printable
-from dali_train.training.build import fit_to_ranks
+from dali_train.training.build import fit_to_ranks, training_classes
 from dali_train.training.cost import GPUS, Gpu, data_sheet_peak, flops_per_image, measure_largest_product
 from dali_train.training.model import (
     build_model,
@@ -87,6 +88,8 @@ def print_plan(
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
+    for line in _class_weights(config):
+        print(textwrap.fill(line, 120, subsequent_indent=" " * 15))
     for difference in compare_with_timm(model, config):
         print(f"               {difference}: {FINE_WHEN_DRAWN}")
     if not weights_exist:
@@ -299,6 +302,20 @@ def _images(data: DataConfig, num_images: int | None) -> tuple[int, int, str, fl
         return num_images, manifest.num_classes, source, split.num_bytes / split.num_records
     source = f"ImageNet-1k's: {data.root} has no dataset.json"
     return IMAGENET_IMAGES, IMAGENET_CLASSES, source, IMAGENET_IMAGE_BYTES
+
+
+def _class_weights(config: Config) -> Iterator[str]:
+    """Yield lines on loss.class_weights and loss.positive_weight, as far as they are set."""
+    if not config.loss.weights_classes:
+        return
+    if not (metadata_directory(config.data.root) / "dataset.json").exists():
+        yield f"class weights  {config.data.root} has no dataset.json, so they are not known yet"
+        return
+    split = Split(config.data.root, "train", local=False, exclude=config.data.exclude)
+    classes = training_classes(split)
+    for kind, weights in weights_of(config.loss, classes).items():
+        title = "class weights" if kind == "class_weights" else "positives"
+        yield f"{title:<15}{describe_weights(weights, classes)}"
 
 
 def describe_largest_micro_batch(
