@@ -5,6 +5,8 @@ import os
 from functools import partial
 from pathlib import Path
 
+from dali_train.config import load_config
+from dali_train.extras.cost.speed import half_precision
 from tests.fakecuda import jobs
 from tests.fakecuda.conftest import RunOnFake
 from tests.ranks import POOL
@@ -32,6 +34,17 @@ def test_training_names_a_driver_that_does_not_suit_dali(on_fake: RunOnFake) -> 
     (line,) = [line for line in run.output.splitlines() if "DALI cannot use GPU 0" in line]
     assert "installed CUDA driver" in line and "data.device cpu" in line
     assert "Traceback" not in run.output
+
+
+def test_init_chooses_what_suits_the_gpu(dataset: Path, tmp_path: Path) -> None:
+    path = tmp_path / "digits.py"
+    words = ["init", str(dataset), "--output", str(path)]
+    init = partial(jobs.watched, values=False)
+    assert POOL.run(1, init, words, tmp_path / "report", log=tmp_path / "log") == [0], (tmp_path / "log").read_text()
+    config = load_config(path)
+    assert config.precision.dtype == "bf16" and config.batch.micro_batch == config.batch.global_batch
+    assert "NVIDIA H100 80GB HBM3 has units for it" in path.read_text()
+    assert [half_precision(capability) for capability in ((7, 5), (6, 1))] == ["fp16", None]
 
 
 def bench(work: Path) -> int:

@@ -41,6 +41,17 @@ def seconds_per_image(config: Config, num_classes: int, device: torch.device, mi
     return seconds / num_images
 
 
+def half_precision(capability: tuple[int, int]) -> str | None:
+    """Return the half precision of a GPU's tensor cores: "bf16" since Ampere, "fp16" since Volta, None before.
+
+    Args:
+        capability: CUDA's compute capability, as of `torch.cuda.get_device_capability`.
+    """
+    if capability >= (8, 0):
+        return "bf16"
+    return "fp16" if capability >= (7, 0) else None
+
+
 def bf16_speedup(config: Config, model: nn.Module, num_classes: int) -> float:
     """Return how many times as fast forward and backward passes in bf16 are as those in fp32 on this processor; 1 where
     its largest product is not, since an emulated format takes minutes.

@@ -41,7 +41,7 @@ from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
 from dali_train.extras.cost.memory import Memory
-from dali_train.extras.cost.speed import measured_peak
+from dali_train.extras.cost.speed import half_precision, measured_peak
 from dali_train.extras.doctor.decoding import LOG_VARIABLE, decode_repeatedly, decoder_in_log
 from dali_train.extras.doctor.findings import Finding, table
 from dali_train.extras.doctor.surroundings import home, network, temporary_files
@@ -145,7 +145,7 @@ def matrix_product(device: torch.device) -> Iterator[Finding]:
     """Compare a large product with the data sheet's peak, the reference of model FLOP utilisation."""
     if device.type != "cuda":
         return
-    dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    dtype = half_precision(torch.cuda.get_device_capability(device)) or "fp16"
     measured = measured_peak(dtype, device) / 1e12
     sheet = data_sheet_peak(torch.cuda.get_device_name(device), dtype, tf32=True)
     if sheet is None:

@@ -13,7 +13,7 @@ from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.extras.cost.memory import estimate_memory
-from dali_train.extras.cost.speed import bf16_speedup, seconds_per_image
+from dali_train.extras.cost.speed import bf16_speedup, half_precision, seconds_per_image
 from dali_train.extras.init.network import Pretrained, describe_weights
 from dali_train.extras.init.trial import measure
 from dali_train.files import temporary_directory, write_atomically
@@ -48,8 +48,8 @@ class _Choice:
     reason: str  # for the micro-batch
     epochs: float
     epochs_reason: str
-    bf16: bool = False
-    bf16_reason: str = "faster on GPUs since Ampere"
+    dtype: str | None = None  # None: fp32, and the reason is for bf16
+    dtype_reason: str = "faster on GPUs since Ampere"
 
 
 def write_config(
@@ -102,6 +102,8 @@ def write_config(
         epochs=most,
         epochs_reason=enough,
     )
+    if is_here and not on_cpu and (dtype := half_precision(torch.cuda.get_device_capability(0))) is not None:
+        choice = replace(choice, dtype=dtype, dtype_reason=f"{torch.cuda.get_device_name(0)} has units for it")
     config = _loaded(_config_file(split, root, output, run_dir, choice))
     network = build_model(config, split.num_classes, torch.device("meta"))
     if not any(isinstance(layer, _BatchNorm) for layer in network.modules()):
@@ -114,7 +116,7 @@ def write_config(
         reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
         choice = replace(choice, micro_batch=largest, reason=reason)
     if is_here and on_cpu and (speedup := bf16_speedup(config, network, split.num_classes)) >= FASTER:
-        choice = replace(choice, bf16=True, bf16_reason=f"{speedup:.1f} times as fast as fp32 on this CPU")
+        choice = replace(choice, dtype="bf16", dtype_reason=f"{speedup:.1f} times as fast as fp32 on this CPU")
     config = _loaded(_config_file(split, root, output, run_dir, choice))
     message = f"{output}: {_describe(split)}"
     if seconds is not None:
@@ -295,7 +297,7 @@ config = Config(
     loss=LossConfig(label_smoothing=0.1),
     # Images per step on all GPUs together, and per pass on one GPU: {choice.reason}.
     batch=BatchConfig(global_batch={batch}, micro_batch={min(batch, choice.micro_batch)}),
-    {"" if choice.bf16 else "# "}precision=PrecisionConfig(dtype="bf16"),  # {choice.bf16_reason}
+    {"" if choice.dtype else "# "}precision=PrecisionConfig(dtype="{choice.dtype or "bf16"}"),  # {choice.dtype_reason}
     run=RunConfig(
         dir={json.dumps(run)},
         {length}
