@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
-	$(RUN) tools/quickstart.py
+	$(RUN) -m dali_train quickstart
 
 # Tests wait for processes to start, stop or be missed: on two cores three files side by side leave them little idle.
 SIDE_BY_SIDE := -m pytest --numprocesses 3

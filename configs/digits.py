@@ -1,6 +1,6 @@
 """A small ViT on scikit-learn's handwritten digits: the quickstart, and a check that everything works together.
 
-    make quickstart
+    dali-train quickstart
 
 1,437 real scans to train on and 360 from other writers to validate, enlarged from 8 to 32 pixels. The large-batch
 recipe of vit-b16.py (LAMB without bias correction, linear warmup and decay, Mixup, accumulation, clipping) with what

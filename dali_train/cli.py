@@ -55,6 +55,7 @@ from dali_train.text import aligned, printable, shortened
 EXTRA_COMMANDS = (
     "dali_train.extras.blame:add_blame_command",
     "dali_train.extras.compare:add_compare_command",
+    "dali_train.extras.quickstart:add_quickstart_command",
     "dali_train.extras.fit:add_fit_command",
     "dali_train.extras.plan:add_plan_command",
     "dali_train.extras.doctor:add_doctor_command",

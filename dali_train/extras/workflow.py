@@ -94,7 +94,7 @@ def _requirements() -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         return []
     split = [text.partition(";") for text in wanted]
-    extras = ("", "extra == 'wandb'", "extra == 'quickstart'", "extra == 'remote'")
+    extras = ("", "extra == 'wandb'", "extra == 'remote'")
     return [name.strip() for name, _, marker in split if marker.strip().replace('"', "'") in extras]
 
 

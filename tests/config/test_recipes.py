@@ -42,7 +42,7 @@ def recipe(name: str) -> Config:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_loads_and_says_how_to_run_it(name: str) -> None:
     docstring = (CONFIGS / f"{name}.py").read_text().split('"""')[1]
-    assert f"--config configs/{name}.py" in docstring or "make quickstart" in docstring
+    assert f"--config configs/{name}.py" in docstring or "dali-train quickstart" in docstring
     config = recipe(name)
     assert config.run.dir == f"runs/{name}" or name in docstring.split()
     claimed = config.run.published_top1

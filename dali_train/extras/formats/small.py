@@ -173,10 +173,8 @@ def digits() -> Sources:
     The file is ordered by writer. Its last fifth is the validation split, so training never sees those writers:
     a harder test than a random split.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise SourceError("digits come with scikit-learn, which is missing: pip install scikit-learn") from error
+    from sklearn.datasets import load_digits  # takes a second
+
     scans, labels = load_digits(return_X_y=True)  # (1797, 64) with values 0 to 16
     small = np.rint(scans.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     size = (DIGITS_SIDE, DIGITS_SIDE)
