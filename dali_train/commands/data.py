@@ -1,4 +1,4 @@
-"""``dali-train data``: convert images into a dataset, and the actions of extras (index, subset, verify, show) by rows.
+"""``dali-train data``: convert images into a dataset, and actions of extras (index, subset, verify, ...) by rows.
 
 Exit status: 0 done, 2 a mistake in the command or its input, 1 a failure (a full disk, damaged records, no network) or
 faults found by `verify`, 130 stopped with Ctrl-C.
@@ -25,6 +25,7 @@ EXTRA_ACTIONS = (
     "dali_train.extras.indexing:add_index_action",
     "dali_train.extras.subset:add_subset_action",
     "dali_train.extras.verify:add_verify_action",
+    "dali_train.extras.duplicates:add_duplicates_action",
     "dali_train.extras.pictures:add_show_action",
 )
 """Functions that add an action of dali_train/extras with `add_action`."""
