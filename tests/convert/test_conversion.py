@@ -207,6 +207,7 @@ def test_other_options_or_another_source_are_refused(
     assert error(folder, "--short-side", 400) == "--short-side was not given, now 400"
     assert error(folder, "--no-apply-orientation") == "--apply-orientation was True, now False"
     assert error(folder, "--validation-fraction", 0.3) == "--validation-fraction was 0.2, now 0.3"
+    assert error(folder, "--group-by", "([0-9]).jpg") == "--group-by was not given, now ([0-9]).jpg"
     options = options[2:]
     assert error(folder) == "--validation-fraction was 0.2, now not given"
     validation = write_folder(tmp_path / "validation", {"ant": 1})

@@ -26,12 +26,20 @@ JPEG = small_photograph(0)
 
 
 def webdataset(source: Path, label_key: str | None = None) -> Sources:
-    options = Namespace(source=source, label_key=label_key, class_names=None, validation_fraction=None, seed=0)
+    options = Namespace(
+        source=source, label_key=label_key, class_names=None, validation_fraction=None, group_by=None, seed=0
+    )
     return DATASETS["webdataset"].load(options)
 
 
 def tree(root: Path, **options: object) -> Sources:
-    given = {"validation": None, "validation_fraction": None, "class_order": "name", "class_names": None}
+    given = {
+        "validation": None,
+        "validation_fraction": None,
+        "group_by": None,
+        "class_order": "name",
+        "class_names": None,
+    }
     return DATASETS["folder"].load(Namespace(train=root, seed=0, **{**given, **options}))
 
 
@@ -223,7 +231,7 @@ def test_what_mds_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     (tmp_path / "mds" / "shard.00001.mds").write_bytes(b"left over")
     (tmp_path / "mds" / "README.md").touch()
     options = Namespace(source=tmp_path / "mds", out=tmp_path, image_key=None, label_key=None, class_names=None, seed=0)
-    sources, _ = DATASETS["mds"].load(Namespace(**vars(options), validation_fraction=None))
+    sources, _ = DATASETS["mds"].load(Namespace(**vars(options), validation_fraction=None, group_by=None))
     assert {one.reason: count for one, count in sources["train"].passed_over.items()} == {
         "shard that index.json does not use": 1,
         ".md": 1,

@@ -28,7 +28,7 @@ Options = dict[str, Any]
 
 
 def load(kind: str, source: Path, **options: object) -> Sources:
-    rest = ("label_key", "image_key", "class_names", "validation_fraction")
+    rest = ("label_key", "image_key", "class_names", "validation_fraction", "group_by")
     given = {**dict.fromkeys(rest), "seed": 0, "source": source, "out": source.parent, **options}
     return DATASETS[kind].load(Namespace(**given))
 

@@ -520,12 +520,13 @@ def _as_given(value: Any) -> Any:
 
 
 def _source_difference(split: SplitName, was: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
-    was_fraction = (was or {}).get("validation_fraction")
-    now_fraction = (now or {}).get("validation_fraction")
     if was and now and "num_chosen" in was and "validation_fraction" not in was:  # by an older version
         now = {name: value for name, value in now.items() if name != "validation_fraction"}
-    elif was_fraction != now_fraction:
-        return f"--validation-fraction was {_as_given(was_fraction)}, now {_as_given(now_fraction)}"
+    for name in ("validation_fraction", "group_by"):
+        before = (was or {}).get(name)
+        after = (now or {}).get(name)
+        if before != after:
+            return f"--{name.replace('_', '-')} was {_as_given(before)}, now {_as_given(after)}"
     if was and now:
         now = {name: now.get(name) for name in was}  # an older version may have recorded less
     if was == now:

@@ -32,12 +32,18 @@ DOWNLOAD = "dali_train.extras.formats.download:download"
 
 Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
 SOURCE: Arguments = {"--source": {"type": Path, "metavar": "PATH", "help": "the published files"}}
+GROUP_BY: Mapping[str, Any] = {
+    "metavar": "REGEX",
+    "help": "keep images together for which this finds the same in their paths, or the same as its first group: frames "
+    "of one film, pictures of one patient (with --validation-fraction)",
+}
 _HELD_OUT: Arguments = {
     "--validation-fraction": {
         "type": float,
         "metavar": "F",
         "help": "without a validation split: hold out this fraction of each class",
     },
+    "--group-by": GROUP_BY,
 }
 CLASS_ORDER: Mapping[str, Any] = {
     "choices": CLASS_ORDERS,
@@ -167,7 +173,11 @@ DATASETS: dict[str, Converter] = {
     "imagenet21k": Converter(
         help="ImageNet-21k (winter 2021): a tar per synset, in a directory or in one tar, read in place.",
         load=lambda o: _in_extras(
-            "imagenet:imagenet21k", o.source, validation_fraction=o.validation_fraction, seed=o.seed
+            "imagenet:imagenet21k",
+            o.source,
+            validation_fraction=o.validation_fraction,
+            seed=o.seed,
+            group_by=o.group_by,
         ),
         arguments={
             "--source": {**_SHARDS["--source"], "help": "a directory with n*.tar, or a tar of them"},
@@ -182,6 +192,7 @@ DATASETS: dict[str, Converter] = {
             o.validation,
             validation_fraction=o.validation_fraction,
             seed=o.seed,
+            group_by=o.group_by,
             class_order=o.class_order,
             class_names=o.class_names,
         ),

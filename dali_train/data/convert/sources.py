@@ -26,6 +26,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from dali_train.config.check import load_row
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_passed_over
@@ -33,6 +34,7 @@ from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular
 
+GROUPED = "dali_train.extras.grouping:held_out_groups"
 _HELD_OUT_STREAM = 0x4845_4C44_4F55_54  # apart from those that training draws from, whose keys are small numbers
 
 
@@ -136,8 +138,8 @@ class Images:
         location = self[number].location
         return location.removeprefix(printable_name(f"{self._root}:")).removeprefix(printable_name(f"{self._root}/"))
 
-    def part(self, rows: NDArray[np.int64], fraction: float | None = None) -> "Images":
-        """Return some of the images, by their numbers; `fraction` is the one that `hold_out` was called with."""
+    def part(self, rows: NDArray[np.int64], fraction: float | None = None, group_by: str | None = None) -> "Images":
+        """Return some of the images, by their numbers; `fraction` and `group_by` are those of `hold_out`."""
         assert self._rows is None
         chosen = copy.copy(self)
         chosen._rows, chosen.labels = rows, self.labels[rows]
@@ -147,6 +149,7 @@ class Images:
             "validation_fraction": fraction,
             "num_chosen": len(rows),
             "chosen_crc32c": f"{crc32c(rows.data):08x}",
+            **({} if group_by is None else {"group_by": group_by}),
         }
         return chosen
 
@@ -167,14 +170,22 @@ Sources = tuple[dict[SplitName, Images], Sequence[str]]
 """The splits, and the class names in the order of the labels."""
 
 
-def hold_out(images: Mapping[SplitName, Images], fraction: float | None, *, seed: int) -> dict[SplitName, Images]:
+def hold_out(
+    images: Mapping[SplitName, Images], fraction: float | None, *, seed: int, group_by: str | None = None
+) -> dict[SplitName, Images]:
     """Return `images`; if there is a `fraction`, with that part of each class of the training split, chosen by `seed`,
     as the validation split.
 
+    Args:
+        group_by: a regular expression that finds in an image's name the group that stays on one side.
+
     Raises:
-        SourceError: it is no fraction, there is another split than that for training, or no class has two images.
+        SourceError: it is no fraction, there is another split than that for training, no class has two images, or
+            there are no such groups.
     """
     if fraction is None:
+        if group_by is not None:
+            raise SourceError(f"--group-by {group_by}: says how --validation-fraction divides: give that as well")
         return dict(images)
     if not 0 < fraction < 1:
         raise SourceError(f"--validation-fraction is {fraction}: use a fraction between 0 and 1, e.g. 0.1")
@@ -184,15 +195,18 @@ def hold_out(images: Mapping[SplitName, Images], fraction: float | None, *, seed
             "training split alone, which it divides, or leave it out"
         )
     train = images["train"]
-    chosen = held_out(train.labels, fraction, seed=seed)
+    if group_by is None:
+        chosen = held_out(train.labels, fraction, seed=seed)
+    else:
+        chosen = load_row(GROUPED, "--group-by")(train, group_by, fraction, seed=seed)
     if len(chosen) and not chosen.any():
         raise SourceError(
             f"--validation-fraction is {fraction} where no class has two images, of which one could be held out: leave "
             "it out"
         )
     return {
-        "train": train.part(np.flatnonzero(~chosen), fraction),
-        "validation": train.part(np.flatnonzero(chosen), fraction),
+        "train": train.part(np.flatnonzero(~chosen), fraction, group_by),
+        "validation": train.part(np.flatnonzero(chosen), fraction, group_by),
     }
 
 

@@ -49,6 +49,7 @@ def folders(
     seed: int,
     class_order: ClassOrder = "name",
     class_names: Path | None = None,
+    group_by: str | None = None,
 ) -> Sources:
     """Return the splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone).
 
@@ -58,6 +59,7 @@ def folders(
     Args:
         class_order: see `order_classes`.
         class_names: a file with the names in the order of the labels instead, see `number_classes`.
+        group_by: see `hold_out`.
 
     Raises:
         SourceError: no class folders, or classes that lie a folder higher or deeper, a class that only `validation`
@@ -87,7 +89,7 @@ def folders(
         for listing in listed.values():
             _refuse_other_level(listing)
     sources, names = _with_common_labels(listed, class_order, class_names)
-    return hold_out(sources, validation_fraction, seed=seed), names
+    return hold_out(sources, validation_fraction, seed=seed, group_by=group_by), names
 
 
 def split_folders(path: Path) -> Sources:

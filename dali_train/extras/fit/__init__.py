@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from dali_train.commands.arguments import Commands
+from dali_train.data.convert.datasets import GROUP_BY
 from dali_train.extras.init import add_network_options
 
 
@@ -22,6 +23,7 @@ def add_fit_command(commands: Commands) -> None:
     add_network_options(fit)
     text = "held out of each class for validation, where the source has no such split (default: 0.2)"
     fit.add_argument("--validation-fraction", type=float, metavar="F", help=text)
+    fit.add_argument("--group-by", **GROUP_BY)
 
 
 def _fit(options: argparse.Namespace, overrides: list[str]) -> int:

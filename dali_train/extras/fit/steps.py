@@ -89,16 +89,19 @@ class Fit:
         options = self._options
         if options.seconds is not None and options.seconds < _SHORTEST_S:
             raise ConfigError(f"--for is {duration(options.seconds)}: use at least {duration(_SHORTEST_S)}")
-        if options.validation_fraction is not None and _is_dataset(options.source):
-            raise ConfigError(
-                f"--validation-fraction with {options.source}: a dataset has its splits already, so leave it out"
-            )
+        for option in ("validation_fraction", "group_by"):
+            if getattr(options, option) is not None and _is_dataset(options.source):
+                raise ConfigError(
+                    f"--{option.replace('_', '-')} with {options.source}: a dataset has its splits already, so leave "
+                    "it out"
+                )
         for name in read_overrides(self._overrides):
             if name in _NOT_FOR_TRAIN:
                 raise ConfigError(f"--{name} with fit, which {_NOT_FOR_TRAIN[name]}")
         asked = {
             "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
             "--validation-fraction": options.validation_fraction,
+            "--group-by": options.group_by,
             "--model": options.model,
             "--weights": options.weights,
             "--for": options.seconds,
@@ -145,11 +148,12 @@ class Fit:
         yield Step(["export", str(out)], (out / "export" / "timm" / "README.md").exists)
 
     def _held_out(self) -> list[str]:
-        """Return the option that divides the source, unless it has a validation split."""
+        """Return the options that divide the source, unless it has a validation split."""
         fraction, source = self._options.validation_fraction, self._options.source
+        words = [] if self._options.group_by is None else ["--group-by", self._options.group_by]
         if fraction is None and not is_remote(source) and _has_validation(Path(source)):
-            return []
-        return ["--validation-fraction", f"{_FRACTION if fraction is None else fraction:g}"]
+            return words
+        return [*words, "--validation-fraction", f"{_FRACTION if fraction is None else fraction:g}"]
 
     def _is_trained(self) -> bool:
         with suppress(OSError):

@@ -69,7 +69,7 @@ def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -
     return sources, synsets
 
 
-def imagenet21k(source: Path, *, validation_fraction: float | None, seed: int) -> Sources:
+def imagenet21k(source: Path, *, validation_fraction: float | None, seed: int, group_by: str | None = None) -> Sources:
     """Return the splits of ImageNet-21k as of winter 2021, a tar per synset in a directory or a tar, and the synsets.
 
     Raises:
@@ -77,7 +77,7 @@ def imagenet21k(source: Path, *, validation_fraction: float | None, seed: int) -
     """
     if source.is_file():
         splits, synsets = imagenet(source, None, None)
-        return hold_out(splits, validation_fraction, seed=seed), synsets
+        return hold_out(splits, validation_fraction, seed=seed, group_by=group_by), synsets
     files = Directory(source).list() if source.exists() else ()
     synsets = sorted({match[1] for member in files if (match := _SYNSET_ARCHIVE.search(member.name))})
     label_of = {synset: label for label, synset in enumerate(synsets)}
@@ -88,7 +88,8 @@ def imagenet21k(source: Path, *, validation_fraction: float | None, seed: int) -
             raise SourceError(f"{path}: is not SYNSET.tar, such as n01440764.tar: move it out of --source")
         return _images_of(open_plain(path).walk(), match[1], label_of[match[1]], str(path))
 
-    return hold_out(list_splits(source, ".tar", list_synset), validation_fraction, seed=seed), synsets
+    splits = list_splits(source, ".tar", list_synset)
+    return hold_out(splits, validation_fraction, seed=seed, group_by=group_by), synsets
 
 
 def _synset(member: Image) -> str:

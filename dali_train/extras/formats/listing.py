@@ -61,7 +61,7 @@ def sources_of(
     """Return the splits and the class names of what `list_file` finds in each file whose name ends in `ending`.
 
     Args:
-        options: ``source``, ``validation_fraction``, ``class_names`` and ``seed``, see `DATASETS`.
+        options: ``source``, ``validation_fraction``, ``group_by``, ``class_names`` and ``seed``, see `DATASETS`.
         names: those of the classes where ``class_names`` has none; without any, the labels as text.
 
     Raises:
@@ -80,7 +80,7 @@ def sources_of(
                 f"{image.location}: its label is {image.label}, and there are "
                 f"{len(names)} class names, for labels from 0: give a file with a name for each to --class-names"
             )
-    return hold_out(splits, options.validation_fraction, seed=options.seed), names
+    return hold_out(splits, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
 
 
 def list_splits(

@@ -65,7 +65,7 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
             parts.setdefault("train", []).append(PassedOver("", TEST_SPLIT))
     read = Directory(path.parent).read
     images = {split: Images(ImageFiles(part.copy, read), path.parent) for split, part in parts.items()}
-    return hold_out(images, options.validation_fraction, seed=options.seed), names
+    return hold_out(images, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dali_train.commands.data import (
     check_writable,
     directory_or_url,
 )
-from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS
+from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS, GROUP_BY
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import plural, printable
@@ -53,6 +53,7 @@ def add_index_action(actions: Actions) -> None:
     group = parser.add_argument_group("images in place")
     text = "without a validation split: hold out this fraction of each class, chosen by --seed"
     group.add_argument("--validation-fraction", type=float, metavar="F", help=text)
+    group.add_argument("--group-by", **GROUP_BY)
     text = "of the order in which `convert` would store the images (default: 0)"
     group.add_argument("--seed", type=int, default=_IN_PLACE["seed"], metavar="N", help=text)
     text = "number the images as they lie in their files, for data.shuffle block"
@@ -83,6 +84,7 @@ def add_index_action(actions: Actions) -> None:
 _TFRECORDS: dict[str, Any] = {"label_base": 1, "check_crc": True, "num_classes": None}
 _IN_PLACE: dict[str, Any] = {
     "validation_fraction": None,
+    "group_by": None,
     "seed": 0,
     "keep_order": False,
     "decode_check": True,
