@@ -87,6 +87,7 @@ _SMALL_FILES = (
     *("config.json", "environment.json", METRICS, "status.json"),
     *("epoch_accuracies.json", "report/index.html"),
 )
+_LEDGER = "ledger"  # of hooks.ledger: a file for each epoch, which grows no more once the epoch has ended
 _MODEL = "model.safetensors"
 _CHECKPOINTS = "checkpoints"
 _OWN_NAMES = re.compile(r"manifest\.json(\.sha256)?|[\w.-]+\.safetensors")  # what `_upload_checkpoint` writes
@@ -246,6 +247,7 @@ class Mirror:
         wanted = _best(self._claim.checkpoints, self._keep_best)
         best = [one for one in wanted if one == ahead[0] or self._path(one).exists() or self._fetch(one)]
         self._fetch_metrics()
+        self._fetch_ledger()
         fetched = next((one for one in ahead if self._path(one).exists() or self._fetch(one)), None)
         if fetched is None and not local:
             raise CheckpointError(
@@ -257,6 +259,17 @@ class Mirror:
         point_link(self._directory / _CHECKPOINTS / "newest", self._path(fetched))
         if best and best[0] == wanted[0] and self._path(best[0]).exists():
             point_link(self._directory / _CHECKPOINTS / "best", self._path(best[0]))
+
+    def _fetch_ledger(self) -> None:
+        """Download the epochs of the ledger. What they have of steps behind the checkpoint is trained again."""
+        for name in self._bucket.sizes(f"{_LEDGER}/"):
+            path = self._directory / name
+            if _is_of_ledger(name):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_name(f".{path.name}.partial")
+                partial.unlink(missing_ok=True)
+                if _fetch_file(self._bucket, name, partial):
+                    partial.replace(path)
 
     def _fetch_metrics(self) -> None:
         path, partial = self._directory / METRICS, self._directory / f".{METRICS}.partial"
@@ -354,12 +367,13 @@ class Mirror:
 
     def _upload_small_files(self, local: "_Local") -> bool:
         """Return whether they were uploaded: False if another holder has the mirror."""
-        for name in _SMALL_FILES:
-            if name not in self._versions:
+        files = self._files(local.paths)
+        for name in files:
+            if _is_replaced(name) and name not in self._versions:
                 self._versions[name] = self._bucket.version(name)
         if not self._claim.renew():  # from here on none of these versions is another holder's
             return False
-        for name, path in self._files(local.paths).items():
+        for name, path in files.items():
             self._upload(name, path)
         return True
 
@@ -381,7 +395,8 @@ class Mirror:
         The final weights are in the folder of the checkpoint that they were made of: two processes that have trained to
         other weights do not write to one object.
         """
-        files = {name: self._directory / name for name in _SMALL_FILES}
+        names = [f"{_LEDGER}/{path.name}" for path in sorted((self._directory / _LEDGER).glob("*.npy"))]
+        files = {name: self._directory / name for name in (*_SMALL_FILES, *filter(_is_of_ledger, names))}
         model = self._directory / _MODEL
         step = _step_of_model(model) if model.is_file() else None
         for folder, path in checkpoints.items():
@@ -402,7 +417,7 @@ class Mirror:
         version = _version(path)
         if self._sent.get(name) == version:
             return
-        if name in _SMALL_FILES:  # a process that has lost the mirror meanwhile knows an older version
+        if _is_replaced(name):  # a process that has lost the mirror meanwhile knows an older version
             self._note_position(name, 0)
             known = self._versions.pop(name)
             self._versions[name] = self._bucket.write(name, path.read_bytes(), new=known is None, replaced=known)
@@ -553,6 +568,15 @@ def downloaded(url: str, checkpoint: str | None = None) -> Iterator[Path]:
         for link in {"newest", *(["best"] if complete[folder] is not None else [])}:
             point_link(path.with_name(link), path)
         yield directory
+
+
+def _is_replaced(name: str) -> bool:
+    """Return whether an object is replaced while the run goes on, unlike those in the folder of a checkpoint."""
+    return name in _SMALL_FILES or _is_of_ledger(name)
+
+
+def _is_of_ledger(name: str) -> bool:
+    return re.fullmatch(rf"{_LEDGER}/epoch-\d{{5,}}\.npy", name) is not None
 
 
 def _version(path: Path) -> tuple[int, int]:

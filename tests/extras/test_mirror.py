@@ -29,6 +29,7 @@ from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.lock import Holder
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from tests.conftest import StartTraining, Train, finished_run, jpeg, photograph
+from tests.convert.files import files_of
 from tests.helpers import OFTEN, PAUSE, events, extended, state_difference
 from tests.ranks import FORK
 from tests.s3_server import S3Server
@@ -95,7 +96,7 @@ def test_a_run_goes_on_from_its_mirror(
 ) -> None:
     """Four steps with a store that refuses at times; two more on an empty disk, killed in the middle of an upload; the
     rest on another empty disk and on two ranks: the bits of a run that was only resumed."""
-    options = (*OFTEN, "--run.keep_checkpoints", "1", "--run.eval_every_epochs", "None")
+    options = (*OFTEN, "--run.keep_checkpoints", "1", "--run.eval_every_epochs", "None", "--hooks.ledger", "true")
     refusals = iter(["503 Slow Down"] * 4)
     s3_server.fault = lambda method, path: next(refusals, None) if "checkpoints/" in path else None
     train("run", *options, "--run.mirror", URL, "--run.max_steps", "4", config=in_bucket)
@@ -132,6 +133,7 @@ def test_a_run_goes_on_from_its_mirror(
     assert output.count("resuming from step 4") == 2
     train("kept", *options, ranks=2)
     assert state_difference(directory, tmp_path / "kept") == 0
+    assert files_of(directory / "ledger") == files_of(tmp_path / "kept" / "ledger") != {}
     assert [event["step"] for event in events(directory, "train")] == list(range(1, 12))
     local = {path.name for path in checkpoint_paths(directory / "checkpoints")}
     assert {folder[:13] for folder in folders(URL)} <= local and steps(URL)[-1] == 11
