@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from dali_train.checkpoint.run_directory import RunDirectory
@@ -306,6 +307,31 @@ def test_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"picture        {picture}" in capsys.readouterr().out
     with Image.open(picture) as image:
         assert image.width > 900 and np.asarray(image.convert("L")).std() > 10
+
+
+def test_the_price_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the peak of the GPUs, and by the speed of the run once there is one."""
+
+    def price(*options: str) -> str:
+        place = ["--run.dir", str(tmp_path / "run"), "--run.epochs", "200", "--num-images", "360"]
+        words = ["--config", str(REPOSITORY / "configs" / "vit-b32.py"), "--price", "2.5", *place]
+        assert main(["plan", *words, *options]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        return printed.partition(" price ")[2].partition(" rank's memory ")[0]
+
+    assert price("--gpu", "h100").startswith("at least 0.0")
+    if not torch.cuda.is_available():
+        assert price().startswith("not known: this machine has no GPU")
+    write_run(
+        tmp_path / "run",
+        11,
+        events=[{"event": "start", "step": 11, "epoch": 1.1, "total_steps": 50, "startup_s": 1.0, "ranks": 3}],
+    )
+    rate = load_run(tmp_path / "run").train[0]["images_per_second"]
+    hours = 3 * 72_000 / rate / 3600
+    assert price("--gpu", "h100").startswith(
+        f"{2.5 * hours:,.2f} for {hours:,.2f} rank-hours of training, by the {rate:,.0f} images/s"
+    )
 
 
 def test_a_plan_without_the_images_that_are_left_out(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:

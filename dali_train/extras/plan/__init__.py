@@ -29,6 +29,9 @@ def add_plan_command(commands: Commands) -> None:
         "--gpu", metavar="NAME", help="plan for such GPUs instead of this machine: h100, a100, ... (their data sheets)"
     )
     plan.add_argument(
+        "--price", type=float, metavar="P", help="of a GPU-hour, in any currency: also say what the run costs"
+    )
+    plan.add_argument(
         "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
     )
 
@@ -38,7 +41,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     with importing(f"dali-train {options.command}"):
         from dali_train.extras.plan.forecast import print_plan
 
-    refuse_numbers(options, "world_size", "num_images", "gpu_memory")
+    refuse_numbers(options, "world_size", "num_images", "gpu_memory", "price")
     print_plan(
         config,
         world_size=launch_options(options).world_size,
@@ -46,5 +49,6 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         picture=options.picture,
         gpu_memory_gb=options.gpu_memory,
         gpu_name=options.gpu,
+        price=options.price,
     )
     return FINISHED

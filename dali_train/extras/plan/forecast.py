@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ from dali_train.parallel.stages import (
 )
 from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
-from dali_train.text import duration, printable
+from dali_train.runtime.status import METRICS, read_events
+from dali_train.text import duration, plural, printable
 from dali_train.training.build import fit_to_ranks, training_classes
 from dali_train.training.cost import GPUS, Gpu, data_sheet_peak, flops_per_image, measure_largest_product
 from dali_train.training.model import (
@@ -58,6 +60,7 @@ def print_plan(
     picture: Path | None,
     gpu_memory_gb: float | None = None,
     gpu_name: str | None = None,
+    price: float | None = None,
 ) -> None:
     """Print the plan for `world_size` ranks, and draw it into `picture`.
 
@@ -65,6 +68,7 @@ def print_plan(
         world_size: None for the smallest that the config's parallelism allows.
         gpu_memory_gb: memory of each rank's device, for advice on the micro-batch.
         gpu_name: the GPU of each rank, instead of this machine's processor.
+        price: of an hour of a rank's GPU.
 
     Raises:
         ConfigError: there are more ranks than micro-batches, model or optimizer cannot be built, or the model does not
@@ -112,7 +116,7 @@ def print_plan(
     print(f"steps          {steps:,} in {config.run.epochs:g} epochs, {num_images / batch.global_batch:.2f} per epoch")
     if config.run.max_steps is not None and config.run.max_steps < steps:
         print(f"               stops after run.max_steps {config.run.max_steps:,}")
-    for name, line in describe_time(config, num_images, num_classes, layout.world_size, model, gpu):
+    for name, line in describe_time(config, num_images, num_classes, layout.world_size, model, gpu, price):
         print(textwrap.fill(f"{name:<15}{line}", 120, subsequent_indent=" " * 15))
     print(f"rank's memory  {describe_memory(fullest)}")
     if gpu_memory_gb is not None:
@@ -150,14 +154,21 @@ def forecast(
 
 
 def describe_time(
-    config: Config, num_images: int, num_classes: int, world_size: int, model: nn.Module, gpu: Gpu | None = None
+    config: Config,
+    num_images: int,
+    num_classes: int,
+    world_size: int,
+    model: nn.Module,
+    gpu: Gpu | None = None,
+    price: float | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the floating-point operations, the least time that an epoch takes, and what this machine's processor
-    computes fastest; nothing of what is not known.
+    """Yield the floating-point operations, the least time that an epoch takes, the price, and what this machine's
+    processor computes fastest; nothing of what is not known.
 
     Args:
         model: on the meta device.
         gpu: of each rank; None: devices like this machine's.
+        price: of an hour of a rank's device; None: of no interest.
 
     Raises:
         ConfigError: `gpu` does not compute in precision.dtype.
@@ -191,7 +202,37 @@ def describe_time(
     except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
         return
     seconds = operations / speed
-    yield "time", f"at least {duration(seconds)} per epoch, {duration(seconds * config.run.epochs)} in all, on {where}"
+    seconds_in_all = seconds * config.run.epochs
+    yield "time", f"at least {duration(seconds)} per epoch, {duration(seconds_in_all)} in all, on {where}"
+    if price is not None:
+        is_on_gpus = gpu is not None or torch.cuda.is_available()
+        least_hours = world_size * seconds_in_all / 3600 if is_on_gpus else None
+        yield "price", describe_price(config, price, num_images, least_hours)
+
+
+def describe_price(config: Config, price: float, num_images: int, least_hours: float | None) -> str:
+    """Return what a run costs: by the speed of the run in run.dir, if that has begun, else at least.
+
+    Args:
+        price: of an hour of a rank's GPU.
+        least_hours: of all ranks together, at the peak of their GPUs; None: there are none.
+    """
+    events = read_events(Path(config.run.dir) / METRICS)
+    rates = [event["images_per_second"] for event in events if event["event"] == "train"]
+    num_ranks = [event["ranks"] for event in events if event["event"] == "start" and "ranks" in event]
+    if num_ranks and rates:
+        rate = statistics.median(rates)
+        hours = num_ranks[-1] * num_images * config.run.epochs / rate / 3600
+        return (
+            f"{price * hours:,.2f} for {hours:,.2f} rank-hours of training, by the {rate:,.0f} images/s that "
+            f"{config.run.dir} has on {plural(num_ranks[-1], 'rank')}; evaluations, checkpoints and starts come on top"
+        )
+    if least_hours is None:
+        return "not known: this machine has no GPU, and no run its speed; name one with --gpu, such as h100"
+    return (
+        f"at least {price * least_hours:,.2f} for {least_hours:,.2f} GPU-hours at that peak, which no run reaches; "
+        f"once {config.run.dir} has begun, its speed counts"
+    )
 
 
 def print_settings(config: Config) -> None:
