@@ -96,6 +96,7 @@ def test_report_of_runs(runs: list[Path], capsys: pytest.CaptureFixture[str]) ->
     for name in ("Top-1 on", "Throughput", "Where a step", "Learning rate", "Gradient norm", "LAMB's", "Memory"):
         assert any(title.startswith(name) for title in titles), name
     data = charts_of(both)["runs"]
+    assert charts_of(page)["runs"][0]["blame"] == f"dali-train blame {runs[0]}"
     best = {run.name: best_evaluation(load_run(run).events) for run in runs}
     tops = [decisive(best[run["name"]], "top1") for run in data]
     assert tops == sorted(tops, reverse=True) and {run["name"] for run in data} == {"plain", "faster"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from dali_train.extras.report.runs import ReportedRun
 from dali_train.runtime.status import OUTSIDE_PHASES, STEP_PHASES, TEXTS, Event
-from dali_train.text import printable, shortened
+from dali_train.text import printable, shell_command, shortened
 
 PHASE_NAMES = {field: phase for phase, field in (STEP_PHASES | OUTSIDE_PHASES).items()}
 STEP_FIELDS, ALL_FIELDS = tuple(STEP_PHASES.values()), tuple(PHASE_NAMES)
@@ -187,7 +187,8 @@ def _series(run: ReportedRun, key: str) -> list[Event]:
 def chart_data(runs: list[ReportedRun], charts: list[Chart]) -> dict[str, Any]:
     """Return the data for page.js, as plain values for JSON.
 
-    Each run has, under ``train`` and ``eval``, columns ``y`` by field over the columns ``x``: step, epoch and time.
+    Each run has the command that shows the images of a step, but for its ``--step N``. Under ``train`` and ``eval`` it
+    has columns ``y`` by field over the columns ``x``: step, epoch and time.
     null: no value there; a text: not finite.
     """
     unit, divisor = time_unit(max((run.seconds_at(run.events[-1]["step"]) for run in runs), default=0.0))
@@ -204,6 +205,7 @@ def chart_data(runs: list[ReportedRun], charts: list[Chart]) -> dict[str, Any]:
         "runs": [
             {
                 "name": shortened(run.name, _NAME),
+                "blame": printable(shell_command(["dali-train", "blame", str(run.directory)])),
                 "resumed": _columns(run, run.resumed, (), divisor),
                 "train": _columns(run, run.train, _fields(keys, "train"), divisor),
                 "eval": _columns(run, run.evaluations, _fields(keys, "eval"), divisor),

@@ -102,8 +102,23 @@
       this.log = figure.querySelector("input");
       this.log.checked = data.charts[number].log;
       this.log.addEventListener("change", () => this.draw());
+      if (data.charts[number].fields.some(([kind, field]) => kind === "train" && field === "loss")) {
+        this.command = figure.appendChild(document.createElement("pre"));
+        this.command.textContent = "A click here shows the command for the images of a step.";
+      }
       // Folded parts have no width until they are opened.
       new ResizeObserver(() => this.box.clientWidth && (this.plot ? this.resize() : this.draw())).observe(this.box);
+    }
+
+    // Of each run, for the logged step that is nearest to the cursor.
+    showCommands() {
+      const at = this.plot.posToVal(this.plot.cursor.left, "x"), lines = [];
+      for (const { blame, train } of data.runs) {
+        const distances = train.x[xChoice.value].map((x) => Math.abs(x - at));
+        const step = train.x.step[distances.indexOf(Math.min(...distances))];
+        if (step !== undefined) lines.push(`${blame} --step ${step}`);
+      }
+      this.command.textContent = lines.join("\n");
     }
 
     resize() {
@@ -145,6 +160,7 @@
         old.destroy();
       }
       this.plot = plot;
+      if (this.command) plot.over.addEventListener("click", () => this.showCommands());
     }
   }
 
