@@ -310,6 +310,17 @@ def test_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert image.width > 900 and np.asarray(image.convert("L")).std() > 10
 
 
+def test_the_energy_of_a_run(tmp_path: Path) -> None:
+    measured = write_run(tmp_path / "run", 11, extra={"gpu_power_w": 300.0}, environment={"world_size": 4})
+    for run, energy in (
+        (measured, "about 0.00814 kWh: if all 4 GPUs draw 300 W"),
+        (write_run(tmp_path / "cpu", 11), ""),
+    ):
+        assert main(["report", str(run)]) == 0
+        page = (run / "report" / "index.html").read_text()
+        assert energy in page and ("kWh" in page) == bool(energy)
+
+
 def test_the_price_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the peak of the GPUs, and by the speed of the run once there is one."""
 

@@ -256,6 +256,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         f"{duration(seconds['checkpoint_s'])})",
         "first step": _first_steps(run),
         "goodput": goodput.describe() if goodput is not None else "not known",
+        **_energy(run),
         "model": f"{config.model.name}, {config.precision.dtype}",
         "learning rate": describe_peak(config),
         "optimizer": _optimizer(run),
@@ -266,6 +267,17 @@ def _facts(run: ReportedRun) -> dict[str, str]:
             f"{name} {environment[name]}" for name in ("python", "torch", "dali", "timm") if name in environment
         ),
     }
+
+
+def _energy(run: ReportedRun) -> dict[str, str]:
+    """Return the energy of a run's GPUs as a fact; nothing where their power is not known."""
+    power_w = run.median("gpu_power_w")
+    if power_w is None:
+        return {}
+    ranks = int(run.environment.get("world_size", 1))
+    kilowatt_hours = power_w * ranks * sum(run.phase_seconds().values()) / 3.6e6
+    whose = f"if all {ranks} GPUs draw" if ranks > 1 else "the GPU draws"
+    return {"energy": f"about {kilowatt_hours:,.3g} kWh: {whose} {power_w:,.0f} W, rank 0's median; without hosts"}
 
 
 def _optimizer(run: ReportedRun) -> str:
