@@ -14,9 +14,12 @@ import torch
 import yaml
 from PIL import Image
 from scipy.stats import ks_2samp
+from timm.data import resolve_data_config
 from timm.data.auto_augment import rand_augment_transform
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 from timm.data.transforms import RandomResizedCropAndInterpolation
+from timm.loss._loss_factory import LOSS_TYPES
+from timm.loss.class_weights import CLASS_WEIGHT_METHOD_KINDS
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from torch import nn
@@ -59,6 +62,12 @@ train_interpolation train_num_samples train_size_probs train_size_random_mix tra
 train_size_schedule_spread train_split tta use_multi_epochs_loader val_interval val_num_samples val_split
 validation_batch_size variable_batch_loss_scale vflip wandb_project wandb_resume_id wandb_tags warmup_epochs
 warmup_lr warmup_prefix weight_decay worker_seeding workers
+"""
+
+# What 1.0.31 has added: by its release notes, and by the tests in its source distribution.
+ADDED = """
+class_stats loss loss_class_weight loss_pos_weight loss_weight_power lr_decay_fn lr_stable_timescale
+multilabel_threshold poly_epsilon poly_gamma save_epochs stop_epoch target_format task
 """
 
 # Published argument lists: RSB's procedure A2 and one with AGC as in its C, the examples in timm's documentation
@@ -187,6 +196,26 @@ weight_decay: 0.06
 """
 
 
+# As train.py of 1.0.31 writes it, where the task decides smoothing and metric.
+NEWEST = """
+bce_loss: true
+decay_epochs: null
+epochs: 12
+eval_metric: null
+loss: bce
+loss_class_weight: inv_freq
+loss_pos_weight: '2.0'
+lr: 0.1
+lr_decay_fn: exp
+resume: auto
+save_epochs: [4, 8]
+sched: wsd
+smoothing: null
+stop_epoch: 8
+task: classification
+"""
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Any:
     def write(text: str) -> str:
@@ -211,13 +240,36 @@ def translated(source: str, tmp_path: Path, *, ranks: int | None = None) -> tupl
 
 def test_every_argument_becomes_a_setting_or_has_a_reason_why_not() -> None:
     assert len(NAMES.split()) == 173
-    assert set(DEFAULTS) == {*NAMES.split(), *EARLIER.split()}
+    assert set(DEFAULTS) == {*NAMES.split(), *ADDED.split(), *EARLIER.split()}
     text = inspect.getsource(Translation) + inspect.getsource(timm_arguments.read_arguments)
     together = {name for name in DEFAULTS if re.search(rf'self\.{name}\b|"{name}"|\)\[0\]\.{name}\b', text)}
     together |= {"data", "data_dir", "local_rank"}  # the dataset and the rank are those of our command
     assert {*SAME, *_REASONS} | together == set(DEFAULTS)
     assert not set(SAME) & set(_REASONS)
     assert not [name for name in set(_REASONS) & together if name != "train_crop_mode"]
+
+
+def test_what_the_installed_timm_reads_is_known(tmp_path: Path) -> None:
+    """Its functions take arguments by name, schedules and losses too; a new version with another one is noticed."""
+    readers = "".join(map(inspect.getsource, (scheduler_kwargs, optimizer_kwargs, resolve_data_config)))
+    read = set(re.findall(r"(?:\bcfg\.|getattr\(cfg, ')(\w+)|args\.get\('(\w+)'", readers))
+    not_train = {"chans", "crop_mode", "opt_args", "opt_foreach"}  # train.py has no such arguments
+    assert {name for names in read for name in names if name} - not_train <= set(DEFAULTS)
+    for loss in LOSS_TYPES:
+        config, lost, _ = translated(f"--lr 0.1 --loss {loss}", tmp_path)
+        named = "" if loss in ("ce", "bce") else f"--loss {loss}"
+        assert "".join(lost) == named and (config.loss.name == "binary-cross-entropy") == (loss == "bce")
+    for method, kind in CLASS_WEIGHT_METHOD_KINDS.items():
+        argument = f"--loss-{kind.replace('_', '-')} {method}"
+        config, lost, _ = translated(f"--lr 0.1 --loss bce --class-stats counts.json {argument}", tmp_path)
+        assert set(lost) == {"--class-stats counts.json"}
+        assert "balanced" in (config.loss.positive_weight, config.loss.class_weights) or method == "effective_num"
+    branches = re.findall(r"\bsched (?:==|!=|in) (.*?):\n", inspect.getsource(create_scheduler_v2))
+    schedules = set(re.findall(r"'(\w+)'", " ".join(branches)))
+    assert len(schedules) == 10
+    for schedule in schedules:
+        _, lost, _ = translated(f"--lr 0.1 --sched {schedule}", tmp_path)
+        assert (f"--sched {schedule}" in lost) == (schedule in ("tanh", "plateau", "rsqrt"))
 
 
 PUBLISHED = {
@@ -271,7 +323,14 @@ def test_what_a_list_becomes(source: Any, tmp_path: Path) -> None:
         jittered, lost, _ = translated(f"train.py --lr 0.1 {line}", tmp_path)
         assert (jittered.data.color_jitter, set(lost)) == (jitter, ignored)
     plain, _, _ = translated("train.py --lr 0.1 --smoothing 0 --bce-loss --cooldown-epochs 3 --warmup-prefix", tmp_path)
-    assert plain.data.color_jitter == 0.4 and plain.loss.name == "cross-entropy" and plain.run.epochs == 308
+    assert plain.data.color_jitter == 0.4 and plain.loss.name == "binary-cross-entropy" and plain.run.epochs == 308
+    newest, lost, _ = translated(source(NEWEST), tmp_path)
+    assert (
+        (newest.loss.positive_weight, newest.loss.class_weights) == (2, "balanced")
+        and newest.loss.label_smoothing == 0.1
+        and newest.run.best_by == "top1"
+    )
+    assert set(lost) == {"--stop-epoch 8", "--save-epochs 4 8", "--lr-decay-fn exp"}
     teacher, lost, _ = translated(
         "--lr 0.1 --kd-model-name resnet18 --task-loss-weight 0.3 --opt lookahead_adamw --model-kwargs depth=3",
         tmp_path,
@@ -291,6 +350,9 @@ def test_what_a_list_becomes(source: Any, tmp_path: Path) -> None:
         "--sched multistep --decay-milestones 4 9 --warmup-epochs 2",
         "--sched multistep --decay-milestones 4 9 --warmup-epochs 2 --warmup-prefix",
         "--sched none",
+        "--sched wsd --warmup-epochs 2 --min-lr 1e-3",
+        "--sched wsd --warmup-epochs 2 --warmup-prefix --decay-epochs 3 --lr-decay-fn linear",
+        "--sched wsd --warmup-epochs 2 --decay-epochs 0.3 --lr-decay-fn power --sched-on-updates",
     ],
 )
 @pytest.mark.parametrize("rate", ["--lr 0.3", "--lr-base 0.1 --lr-base-size 128", "--lr-base 0.1 --opt lamb"])
@@ -399,9 +461,10 @@ def test_draws_have_the_distributions_of_timms_transforms(name: str, source: Any
 
 MISTAKES = {
     "python main.py --model deit_small_patch16_224 --data-path x": "the command runs main.py, whose arguments",
-    "train.py --model resnet50 --cuda 0": "--from-timm: --cuda: timm's current train.py has no such argument, leave",
-    "train.py --sync_bn --smothing 0": "--smothing: timm's current train.py has no such argument, use --sync-bn",
-    "\nsmothing: 0.0\n": "args.yaml: smothing: timm's current train.py has no such argument, use smoothing or",
+    "train.py --model resnet50 --cuda 0": "--from-timm: --cuda: no argument of timm's train.py that is known here",
+    "train.py --sync_bn --smothing 0": "--smothing: no argument of timm's train.py that is known here, use --sync-bn",
+    "train.py --lr 0.1 --task multilabel": "--task multilabel: only classification with one class an image",
+    "\nsmothing: 0.0\n": "args.yaml: smothing: no argument of timm's train.py that is known here, use smoothing or",
     "train.py --model nexception-t": "--model is 'nexception-t', which timm does not know",
     "train.py --opt nosuch": "--opt nosuch: timm has no such optimizer",
     "train.py --epochs many": "--from-timm: argument --epochs: invalid int value: 'many'",

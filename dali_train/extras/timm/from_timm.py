@@ -101,8 +101,20 @@ WITHOUT = {
     "naflex_loader naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs "
     "naflex_loss_scale naflex_patchify_channels_first": "images are squares of one size, not sequences of patches",
     "kd_loss_type kd_student_feature_dim kd_teacher_feature_dim": "a teacher's logits are learned, not its features",
+    "target_format multilabel_threshold": "an image has one class",
+    "class_stats": "not needed: the classes are counted in the DATASET of init",
+    "loss_weight_power": "weights by counts have no other exponent than 1",
+    "poly_epsilon poly_gamma": "only --loss poly has them",
+    "lr_stable_timescale": "only --sched rsqrt has it",
+    "stop_epoch": "run.max_steps ends a run without changing its schedule; it counts steps",
+    "save_epochs": "run.checkpoint_every_steps and run.keep_checkpoints decide which checkpoints stay",
 }
 """Arguments -> why they have no counterpart."""
+_COOLDOWNS = {"1-sqrt": "wsd", "power": "wsd", "linear": "warmup-stable-decay"}
+"""``--lr-decay-fn`` -> schedule.name. train.py cannot set the exponent of power, which by default makes it 1-sqrt."""
+_CLASS_WEIGHTS = {"inv_freq": "balanced", "effective_num": "effective-0.999"}
+"""``--loss-class-weight`` -> loss.class_weights; 0.999 is timm's own."""
+_WEIGHTS_BY_CLASS = "weights of single classes are loss.class_weights and loss.positive_weight CLASS,WEIGHT ..."
 _REASONS = {name: reason for names, reason in WITHOUT.items() for name in names.split()}
 
 
@@ -175,7 +187,7 @@ class Translation:
         self._rate()
         self._run()
         for name, reason in _REASONS.items():
-            if self.arguments[name] not in (DEFAULTS[name], "rrc"):  # the crop mode that is meant without one
+            if self.arguments[name] not in (DEFAULTS[name], "rrc", "auto"):  # what a crop mode and resume mean here
                 self.lose(name, reason)
 
     def _images(self) -> None:
@@ -237,22 +249,38 @@ class Translation:
             self.put("data.random_erasing_fill", "mean" if self.remode == "const" else "noise", "remode")
 
     def _loss(self) -> None:
-        mixes = self.mixup > 0 or self.cutmix > 0
-        if mixes:
+        if self.task != "classification":
+            raise ConfigError(f"{self.written('task')}: only classification with one class an image can be translated")
+        if self.mixup > 0 or self.cutmix > 0:
             self.put("mixup.probability", self.mixup_prob, "mixup_prob")
             if self.mixup > 0 and self.cutmix > 0:
                 self.put("mixup.switch_probability", self.mixup_switch_prob, "mixup_switch_prob")
             if self.mixup_off_epoch:
                 self.put("mixup.until_epoch", self.mixup_off_epoch, "mixup_off_epoch")
-        if self.bce_loss and not (mixes or self.smoothing):
-            self.lose("bce_loss", "timm ignores it without --mixup, --cutmix and --smoothing: cross-entropy")
-        elif self.bce_loss:
-            self.put("loss.name", "binary-cross-entropy", "bce_loss")
+        if self.loss not in (None, "ce", "bce"):
+            self.lose("loss", "a loss of your own is one function (docs/extending.md); this config has cross-entropy")
+        if self.bce_loss or self.loss == "bce":
+            self.put("loss.name", "binary-cross-entropy", "bce_loss" if self.bce_loss else "loss")
             self.put("loss.target_threshold", self.bce_target_thresh, "bce_target_thresh")
             self.put("loss.sum_classes", self.bce_sum, "bce_sum")
-            self.put("loss.positive_weight", self.bce_pos_weight or 1.0, "bce_pos_weight")
+            self._weights()
+        elif self.loss_class_weight or self.loss_pos_weight:
+            self.lose("loss_class_weight" if self.loss_class_weight else "loss_pos_weight", "only --loss bce has it")
         if self.kd_model_name is not None:
             self._teacher()
+
+    def _weights(self) -> None:
+        """Put what weighs the classes and the positives of binary cross-entropy."""
+        name = "loss_pos_weight" if self.loss_pos_weight else "bce_pos_weight"
+        positive = self.arguments[name] or 1.0
+        try:
+            self.put("loss.positive_weight", "balanced" if positive == "neg_pos" else float(positive), name)
+        except ValueError:
+            self.lose(name, _WEIGHTS_BY_CLASS)
+        if self.loss_class_weight in _CLASS_WEIGHTS:
+            self.put("loss.class_weights", _CLASS_WEIGHTS[self.loss_class_weight], "loss_class_weight")
+        elif self.loss_class_weight:
+            self.lose("loss_class_weight", _WEIGHTS_BY_CLASS)
 
     def _teacher(self) -> None:
         if self.kd_distill_type == "feature":
@@ -363,11 +391,43 @@ class Translation:
         self.put("optimizer.lr", self.lr_base * (ratio**0.5 if scale == "sqrt" else ratio), "lr_base", "lr_base_size")
         self.put("optimizer.scale_lr", scale, "lr_base_scale", own=f"its rule for {optimizer}")
 
+    def _wsd(self) -> None:
+        """Put the schedule of which timm's warmup always is a prefix; --warmup-prefix adds it to --epochs."""
+        kind = _COOLDOWNS.get(self.lr_decay_fn or "1-sqrt")
+        if kind is None:
+            self.lose("lr_decay_fn", "the rate falls by 1-sqrt or linearly; this config has 1-sqrt")
+        self.put("schedule.name", kind or "wsd", "sched", "lr_decay_fn")
+        before = self.warmup_epochs if self.warmup_prefix else 0
+        self.put("run.epochs", self.epochs + before, "epochs", *(["warmup_epochs", "warmup_prefix"] if before else []))
+        length = 0.2 if self.decay_epochs is None else self.decay_epochs
+        if length < 1:  # a part of what follows the warmup
+            length *= self.epochs + before - self.warmup_epochs
+        length = length if self.sched_on_updates else float(round(length))
+        self.put("schedule.decay_epochs", length, "decay_epochs", own="a fifth of the epochs after the warmup")
+        self.put("schedule.min_lr", self.min_lr, "min_lr")
+        self._warmup(self.warmup_epochs)
+        if self.cooldown_epochs:
+            self.lose("cooldown_epochs", "the decay ends with the run")
+
+    def _warmup(self, length: int) -> None:
+        if not self.sched_on_updates:
+            self.put("schedule.step_every", "epoch", "sched_on_updates", note="its rate changes once per epoch")
+        if length:
+            self.put("schedule.warmup_epochs", length, "warmup_epochs")
+            self.put("schedule.warmup_lr", self.warmup_lr, "warmup_lr")
+
     def _rate(self) -> None:
+        if self.sched == "wsd":
+            self._wsd()
+            return
         names = {"poly": "polynomial", "step": "step", "multistep": "multistep", "constant": "step", "none": "step"}
         kind = names.get(self.sched, "cosine")
         if self.sched not in ("cosine", *names):
-            why = "a rate is a function of the step, not of evaluations; " if self.sched == "plateau" else ""
+            reasons = {
+                "plateau": "a rate is a function of the step, not of evaluations; ",
+                "rsqrt": "a schedule of your own is one function (docs/extending.md); ",
+            }
+            why = reasons.get(self.sched, "")
             self.lose("sched", f"{why}this config has cosine")
         self.put("schedule.name", kind, "sched")
         warmup, prefix = 0 if self.sched == "none" else self.warmup_epochs, self.warmup_prefix
@@ -375,13 +435,9 @@ class Translation:
         before, after = warmup if prefix else 0, self.cooldown_epochs if cycles else 0
         parts = [*(["warmup_epochs", "warmup_prefix"] if before else []), *(["cooldown_epochs"] if after else [])]
         self.put("run.epochs", self.epochs + before + after, "epochs", *parts)
-        if not self.sched_on_updates:
-            self.put("schedule.step_every", "epoch", "sched_on_updates", note="its rate changes once per epoch")
-        if warmup:
-            self.put("schedule.warmup_epochs", warmup, "warmup_epochs")
-            self.put("schedule.warmup_lr", self.warmup_lr, "warmup_lr")
-            if not prefix:
-                self.put("schedule.decay_from", "start", "warmup_prefix")
+        self._warmup(warmup)
+        if warmup and not prefix:
+            self.put("schedule.decay_from", "start", "warmup_prefix")
         if cycles:
             self.put("schedule.min_lr", self.min_lr, "min_lr")
             if after:
@@ -390,7 +446,8 @@ class Translation:
             self.put("schedule.power", self.decay_rate, "decay_rate", note="its power")
         if kind == "step":
             constant = self.sched != "step"
-            self.put("schedule.decay_epochs", float(self.decay_epochs), "decay_epochs")
+            length = 90.0 if self.decay_epochs is None else self.decay_epochs
+            self.put("schedule.decay_epochs", length, "decay_epochs", own="train.py's own")
             self.put("schedule.decay_rate", 1.0 if constant else self.decay_rate, "sched" if constant else "decay_rate")
         if kind == "multistep":
             early = 0 if self.sched_on_updates else 1  # timm's decays an epoch, or an update, before its milestones

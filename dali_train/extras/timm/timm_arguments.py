@@ -1,7 +1,8 @@
 """The arguments of timm's train.py: their types and defaults, and reading them, from an args.yaml or a command line.
 
-They are those of timm's train.py at aa4b5850 (August 2026), and a few of earlier versions. The package of timm does not
-hold that script.
+They are those of timm's train.py at aa4b5850 (August 2026), a few of earlier versions, and what 1.0.31 has added, as
+far as its package tells. The script itself is in no package, but the release notes name its new arguments, the tests in
+the source distribution use them, and the functions that make schedules and losses of them have their defaults.
 """
 
 import argparse
@@ -34,25 +35,27 @@ device=cuda amp_dtype=float16 model_dtype opt=sgd clip_mode=norm sched=cosine lr
 remode=pixel mixup_mode=batch train_interpolation=random dist_bn=reduce worker_seeding=all output= experiment=
 eval_metric=top1 wandb_project wandb_resume_id= train_size_schedule=constant variable_batch_loss_scale=none
 naflex_loss_scale=linear kd_model_name kd_distill_type=logit kd_loss_type=kl kd_token_distill_type=soft
+task=classification target_format loss loss_pos_weight loss_class_weight class_stats lr_decay_fn
 """
 INTEGERS = """
 train_num_samples val_num_samples num_classes img_size in_chans batch_size=128 validation_batch_size grad_accum_steps=1
 local_rank=0 lr_base_size=256 lr_cycle_limit=1 epochs=300 start_epoch warmup_epochs=5 cooldown_epochs=0
 patience_epochs=10 aug_splits=0 recount=1 mixup_off_epoch=0 seed=42 log_interval=50 val_interval=1 recovery_interval=0
 checkpoint_hist=10 workers=4 tta=0 train_batches_per_epoch naflex_max_seq_len=576 kd_student_feature_dim
-kd_teacher_feature_dim
+kd_teacher_feature_dim stop_epoch
 """
 NUMBERS = """
 crop_pct head_init_scale head_init_bias opt_eps momentum=0.9 weight_decay=2e-5 clip_grad layer_decay
 layer_decay_min_scale=0 layer_decay_no_opt_scale lr lr_base=0.1 lr_noise_pct=0.67 lr_noise_std=1 lr_cycle_mul=1
-lr_cycle_decay=0.5 lr_k_decay=1 warmup_lr=1e-5 min_lr=0 epoch_repeats=0 decay_epochs=90 decay_rate=0.1 hflip=0.5 vflip=0
+lr_cycle_decay=0.5 lr_k_decay=1 warmup_lr=1e-5 min_lr=0 epoch_repeats=0 decay_epochs decay_rate=0.1 hflip=0.5 vflip=0
 color_jitter=0.4 color_jitter_prob grayscale_prob gaussian_blur_prob aug_repeats=0 bce_target_thresh bce_pos_weight
 reprob=0 mixup=0 cutmix=0 mixup_prob=1 mixup_switch_prob=0.5 smoothing=0.1 drop=0 drop_connect drop_path drop_block
 bn_momentum bn_eps model_ema_decay=0.9998 train_size_schedule_spread=0.65 train_size_random_mix=0.1 distill_loss_weight
-task_loss_weight kd_temperature=4
+task_loss_weight kd_temperature=4 lr_stable_timescale multilabel_threshold=0.5 loss_weight_power=1 poly_epsilon=2
+poly_gamma=0
 """
 LISTS: dict[str, tuple[type, list[Any] | None]] = {
-    "input_size train_img_sizes train_batch_sizes naflex_patch_sizes": (int, None),
+    "input_size train_img_sizes train_batch_sizes naflex_patch_sizes save_epochs": (int, None),
     "mean std opt_betas lr_noise cutmix_minmax train_size_probs naflex_patch_size_probs": (float, None),
     "device_modules": (str, None),
     "wandb_tags": (str, []),
@@ -84,7 +87,8 @@ DEFAULTS = {name: default for name, (_, default) in _TYPES.items()}
 _ALSO = {"batch_size": "-b", "workers": "-j", "validation_batch_size": "-vb", "decay_rate": "--dr", "config": "-c"}
 _ALSO |= {"local_rank": "--local_rank", "train_batches_per_epoch": "--train-steps-per-epoch"}
 
-_NOT_TIMMS = "timm's current train.py has no such argument"
+_NOT_TIMMS = "no argument of timm's train.py that is known here"
+_BY_TASK = ("smoothing", "eval_metric")  # null since 1.0.31, where the task decides them
 
 
 class _KeyValues(ParseKwargs):
@@ -231,7 +235,7 @@ def _null(name: str) -> Any:
     kind, default = _TYPES[name]
     if name in ("color_jitter", "train_interpolation"):  # no jitter, the model's own filter
         return None
-    if default is None or kind in (bool, dict) or default == "" or name in _LIST_ROWS:
+    if default is None or kind in (bool, dict) or default == "" or name in (*_LIST_ROWS, *_BY_TASK):
         return default
     raise ConfigError(f"--from-timm: {name} is null: use a value, or leave it out")
 
