@@ -7,22 +7,23 @@
 For each optimizer and batch, every one of --factors times a rate of the optimizer's is tried with seed 0, on the
 dataset --tuning, whose validation images are a part of the training images. The rate with the best top-1 there trains
 --seeds seeds on the dataset --final, whose test images choose nothing. Rates grow with the root of the batch; all else
-is that of --config, and all optimizers see the same images, crops and flips. Start the same command again to continue:
-finished runs are read, and one that was interrupted resumes. Prints and draws what there is.
+is that of --config, and all optimizers see the same images, crops and flips, so their runs are pairs, and are compared
+as `dali-train compare` does it. Start the same command again to continue: finished runs are read, and one that was
+interrupted resumes. At the end it prints a table and draws the curves.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-import dali_train
+from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.config import Config, load_config
-from dali_train.runtime.status import METRICS, Event, decisive, read_events, read_status
+from dali_train.extras.compare.pairs import Difference, trained_accuracy
 
 # A peak rate at a batch of 512 that --factors surround, and what else an optimizer needs; the same betas where it has
 # two.
@@ -64,10 +65,6 @@ class Comparison:
         self._options = options
         self._base = load_config(options.config)
 
-    def directory(self, point: Point) -> Path:
-        directory: Path = self._options.directory / point.name
-        return directory
-
     def config(self, point: Point) -> Config:
         options = self._options
         settings = {"name": point.optimizer, **OPTIMIZERS[point.optimizer], "lr": point.rate}
@@ -78,7 +75,7 @@ class Comparison:
             batch={"global_batch": point.batch, "micro_batch": min(options.micro_batch, point.batch)},
             model={"init": "portable"},
             run={
-                "dir": str(self.directory(point)),
+                "dir": str(self._options.directory / point.name),
                 "epochs": options.tuning_epochs if point.tunes else options.epochs,
                 "eval_every_epochs": None if point.tunes else options.epochs / 10,
                 "keep_checkpoints": 1,
@@ -87,75 +84,44 @@ class Comparison:
             hooks={"predictions": 0, "log_every_steps": 4},
         )
 
-    def is_finished(self, point: Point) -> bool:
-        status = read_status(self.directory(point))
-        return status is not None and status.state == "finished"
-
-    def train(self, point: Point) -> None:
-        """Train to the end unless that was done before."""
-        if not self.is_finished(point):
-            print(f"{point.name}: trains", flush=True)
-            dali_train.run(self.config(point))
-            if not self.is_finished(point):
-                sys.exit(f"{point.name} was stopped: start the same command again to continue")
-
-    def events(self, point: Point, kind: str) -> list[Event]:
-        return [event for event in read_events(self.directory(point) / METRICS) if event["event"] == kind]
-
-    def top1(self, point: Point) -> float | None:
-        """Return the accuracy at the end, a fraction; None: it has not been reached."""
-        if not self.is_finished(point):
-            return None
-        return float(decisive(self.events(point, "eval")[-1], "top1"))
+    def top1(self, point: Point) -> float:
+        """Return the accuracy at the end of a run, a fraction, which is trained unless it has finished."""
+        top1 = trained_accuracy(self.config(point))
+        if top1 is None:
+            sys.exit(f"{point.name} was stopped: start the same command again to continue")
+        return top1
 
     def tuning(self, optimizer: str, batch: int) -> list[Point]:
         return [Point(optimizer, batch, factor, 0, tunes=True) for factor in sorted(self._options.factors)]
 
     def final(self, optimizer: str, batch: int) -> list[Point]:
-        """Return the runs at the best rate; none until all rates have been tried."""
-        tried = [(self.top1(point), point) for point in self.tuning(optimizer, batch)]
-        known = [(top1, point) for top1, point in tried if top1 is not None]
-        if len(known) < len(tried):
-            return []
-        factor = max(known, key=lambda pair: pair[0])[1].factor
+        """Return the runs at the best rate."""
+        factor = max(self.tuning(optimizer, batch), key=self.top1).factor
         return [Point(optimizer, batch, factor, seed, tunes=False) for seed in range(self._options.seeds)]
 
-    def cells(self) -> Iterator[tuple[str, int]]:
-        for batch in self._options.batches:
-            for optimizer in self._options.optimizers:
-                yield optimizer, batch
-
-    def run(self) -> None:
-        """Train all points: first the rates, then a seed of each cell, so that an early end leaves complete rows."""
-        for cell in self.cells():
-            for point in self.tuning(*cell):
-                self.train(point)
-        for seed in range(self._options.seeds):
-            for cell in self.cells():
-                self.train(self.final(*cell)[seed])
-
-    # -------------------------------------------------------------------------------------------- results
-
     def table(self) -> list[str]:
-        """Return the lines of a table: the tuned rates with their accuracies, and the final accuracy."""
+        """Return the lines of a table: the tuned rates with their accuracies, the final accuracy, and how far it is
+        from the best optimizer's of the batch, with the standard error of the pairs."""
         lines = [
-            "| batch | optimizer | rates: top-1 of the held-out images | rate | test top-1 | standard error | n |",
+            "| batch | optimizer | rates: top-1 of the held-out images | rate | test top-1 | from the best | n |",
             "|---|---|---|---|---|---|---|",
         ]
-        for optimizer, batch in self.cells():
-            tried = ", ".join(
-                f"{point.rate:g}: {top1:.2%}" if (top1 := self.top1(point)) is not None else f"{point.rate:g}: -"
-                for point in self.tuning(optimizer, batch)
-            )
-            points = self.final(optimizer, batch)
-            values = [top1 for point in points if (top1 := self.top1(point)) is not None]
-            rate = f"{points[0].rate:g}" if points else "-"
-            factors = sorted(self._options.factors)
-            if points and len(factors) > 1 and points[0].factor in (factors[0], factors[-1]):
-                rate += " (at the edge)"
-            mean = f"{statistics.mean(values):.2%}" if values else "-"
-            error = f"{statistics.stdev(values) / len(values) ** 0.5:.2%}" if len(values) > 1 else "-"
-            lines.append(f"| {batch} | {optimizer} | {tried} | {rate} | {mean} | {error} | {len(values)} |")
+        factors = self._options.factors
+        for batch in self._options.batches:
+            finals = {name: self.final(name, batch) for name in self._options.optimizers}
+            top1s = {name: [self.top1(point) for point in points] for name, points in finals.items()}
+            means = {name: statistics.mean(values) for name, values in top1s.items()}
+            best = max(means, key=means.__getitem__)
+            for name, (first, *_) in finals.items():
+                tried = ", ".join(f"{point.rate:g}: {self.top1(point):.2%}" for point in self.tuning(name, batch))
+                is_at_edge = first.factor in (min(factors), max(factors)) and len(factors) > 1
+                rate = f"{first.rate:g}" + (" (at the edge)" if is_at_edge else "")
+                difference = "-"
+                if name != best and len(top1s[best]) > 1:
+                    pairs = Difference.of(top1s[best], top1s[name])
+                    difference = f"{100 * pairs.mean:+.2f} +- {100 * pairs.standard_error:.2f}"
+                cells = (batch, name, tried, rate, f"{means[name]:.2%}", difference, len(top1s[name]))
+                lines.append(f"| {' | '.join(map(str, cells))} |")
         return lines
 
     def draw(self, path: Path) -> None:
@@ -166,12 +132,12 @@ class Comparison:
         for column, batch in enumerate(batches):
             above, below = panels[:, column]
             for number, optimizer in enumerate(self._options.optimizers):
-                points = [point for point in self.final(optimizer, batch) if self.is_finished(point)]
-                for point in points:
-                    label = optimizer if point is points[0] else None
+                for point in self.final(optimizer, batch):
+                    label = optimizer if point.seed == 0 else None
+                    run = RunDirectory(Path(self.config(point).run.dir))
                     curves = ((above, "eval", "top1", 100.0), (below, "train", "noise_scale", 1.0))
                     for axes, kind, field, factor in curves:
-                        events = [event for event in self.events(point, kind) if field in event]
+                        events = [event for event in run.events if event["event"] == kind and field in event]
                         seen = [event["step"] * batch for event in events]
                         values = [factor * event[field] for event in events]
                         axes.plot(seen, values, color=f"C{number}", label=label, linewidth=1, alpha=0.8)
@@ -201,12 +167,9 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch", type=int, default=256, metavar="N", help="of all runs: the noise scale needs 2"
     )
-    parser.add_argument("--only-report", action="store_true", help="train nothing")
     options = parser.parse_args()
     options.tuning_epochs = options.tuning_epochs or options.epochs
     comparison = Comparison(options)
-    if not options.only_report:
-        comparison.run()
     print("\n".join(comparison.table()))
     comparison.draw(options.directory / "optimizers.png")
     print(f"drawn: {options.directory / 'optimizers.png'}")

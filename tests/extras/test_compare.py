@@ -18,7 +18,7 @@ def test_the_difference_of_pairs() -> None:
     found = Difference.of([0.5, 0.6, 0.7], [0.51, 0.62, 0.73])
     assert found.mean == pytest.approx(0.02) and found.standard_error == pytest.approx(0.01 / 3**0.5)
     assert found.unpaired_error == pytest.approx(((0.01 + 0.0121) / 3) ** 0.5)
-    assert found.num_needed == 400  # (2 x 0.01 / 0.001)**2
+    assert found.num_needed == 786  # (2.802 x 0.01 / 0.001)**2
     assert any("0.00 of the variance" in line for line in found.describe())
 
 
@@ -28,7 +28,10 @@ def test_pairs_are_trained_once_and_have_the_same_samples(
     """A recipe and its copy are the same run with each seed, so their difference has no error."""
     other = extended(tiny_config, "")
     words = ["compare", str(tiny_config), str(other), "--seeds", "2", "--out", str(tmp_path / "out"), *SHORT]
+    of_an_array = ("--data.seed", "1", "--run.dir", str(tmp_path / "out" / "tiny-config-seed-1"))
+    run_command("train", "--config", str(tiny_config), *of_an_array, *SHORT)
     printed = run_command(*words)
+    assert printed.count("step 1/2 took") == 3
     assert "the recipes are the same" in printed and "difference +0.00 points, with a standard error of 0.00" in printed
     with (tmp_path / "out" / "pairs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -44,6 +47,6 @@ def test_pairs_are_trained_once_and_have_the_same_samples(
     again = run_command(*words)
     assert again.count("step 1/2 took") == 1 and again.splitlines()[-4:] == printed.splitlines()[-4:]
     refused = run_command(*words, "--optimizer.lr", "0.1", status=2)
-    assert "has finished with other settings (optimizer.lr 0.01 -> 0.1): use another --out" in refused
+    assert "has finished with other settings (optimizer.lr 0.01 -> 0.1): use another directory" in refused
     assert "needs 2 or more" in run_command(*words, "--seeds", "1", status=2)
     assert "have one name" in run_command("compare", str(other), str(other), status=2)

@@ -2,7 +2,8 @@
 
 With the same seed two recipes have the same images in the same order, the same crops and partners, and the same dropout
 masks, as long as they say the same about these. What chance does is then common to both runs of a pair, and goes out of
-their difference: its standard error is that of the differences, not that of two independent means.
+their difference: its standard error is that of the differences, not that of two independent means
+(docs/measurements/accuracy.md has the ratio of the two, measured).
 """
 
 import math
@@ -23,6 +24,8 @@ from dali_train.text import aligned, plural, printable
 
 _OF_SAMPLES = ("data.", "mixup.", "batch.")
 _TENTH = 0.001  # of a point of accuracy, as a fraction: 0.1 %
+# The quantiles of the normal distribution for a two-sided level of 5 % and a power of 80 %.
+_QUANTILES = 1.960 + 0.842
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,13 @@ class Difference:
 
     @property
     def num_needed(self) -> int:
-        """Pairs after which a difference of 0.1 point is two standard errors."""
-        return max(2, math.ceil(self.num_pairs * (2 * self.standard_error / _TENTH) ** 2 - 1e-9))
+        """Pairs with which a test at the level of 5 % finds a difference of 0.1 point with a probability of 80 %.
+
+        That is ((z_0.975 + z_0.8) s / 0.1 point)**2 with the standard deviation s of a pair's difference
+        (NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.2.2).
+        """
+        deviation = self.standard_error * self.num_pairs**0.5
+        return max(2, math.ceil((_QUANTILES * deviation / _TENTH) ** 2 - 1e-9))
 
     def describe(self) -> list[str]:
         lines = [
@@ -60,8 +68,8 @@ class Difference:
         if self.unpaired_error:
             ratio = (self.standard_error / self.unpaired_error) ** 2
             lines.append(f"pairs have {ratio:.2f} of the variance of independent runs")
-        needed = f"a difference of 0.1 point needs about {plural(self.num_needed, 'pair')} to be two standard errors"
-        return [*lines, needed]
+        needed = plural(self.num_needed, "pair")
+        return [*lines, f"to find a difference of 0.1 point (at a level of 5 %, four times in five) takes {needed}"]
 
 
 def compare(first: str, second: str, overrides: list[str], *, num_seeds: int, out: Path) -> bool:
@@ -88,7 +96,7 @@ def compare(first: str, second: str, overrides: list[str], *, num_seeds: int, ou
     for seed in range(num_seeds):  # a pair after the other, so that an early end leaves complete ones
         for name, config in configs.items():
             directory = out / f"{name}-seed-{seed}"
-            top1 = _accuracy(config.replace({"data.seed": seed, "run.dir": str(directory)}))
+            top1 = trained_accuracy(config.replace({"data.seed": seed, "run.dir": str(directory)}))
             if top1 is None:
                 return False
             accuracies[name].append(top1)
@@ -120,14 +128,20 @@ def _print_differences(first: Config, second: Config) -> None:
         print("these change the samples, so the runs of a pair have less in common")
 
 
-def _accuracy(config: Config) -> float | None:
-    """Return the last top-1 of a run, a fraction, which is trained unless it has finished; None: it was stopped."""
+def trained_accuracy(config: Config) -> float | None:
+    """Return the last top-1 of a run, a fraction, which is trained unless it has finished; None: it was stopped.
+
+    Raises:
+        ConfigError: it has finished with other settings than these, or was not evaluated.
+    """
     directory = Path(config.run.dir)
     status = read_status(directory)
     if status is not None and status.state == "finished":
         changes = changes_between(recipe_settings(RunDirectory(directory).config), recipe_settings(config))
         if changes:
-            raise ConfigError(f"{directory} has finished with other settings ({'; '.join(changes)}): use another --out")
+            raise ConfigError(
+                f"{directory} has finished with other settings ({'; '.join(changes)}): use another directory of runs"
+            )
     elif run(config).stopped != StopReason.NONE:
         return None
     evaluations = [event for event in RunDirectory(directory).events if event["event"] == "eval"]
