@@ -42,6 +42,7 @@ def test_copies_are_found(index: Path, tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     summary = "3 groups of near-duplicates, 7 of 46 images: 1 in both splits, 1 under two labels"
     assert printed.startswith(f"2 images of nearly one colour: not compared\n{summary}\n"), printed
+    assert "that is a large part" in printed
     groups = [{line.split()[-1] for line in group.splitlines()} for group in printed.split("\n\n")[1:]]
     assert groups[0] == {"val/bee/002.jpg", "train/bee/copy-c.jpg", "train/bee/copy-d.jpg"}, printed
     assert groups[1] == {"train/ant/005.jpg", "train/bee/copy-b.jpg"}, printed
