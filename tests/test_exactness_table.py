@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tests import test_exactness
 from tests.config import test_parallel_config
 from tests.conftest import REPOSITORY
+from tests.extras import test_several_labels
 from tests.helpers import FLOAT64_BOUND, Compared
 from tests.loading import test_loader
 from tests.parallel import test_parallel
@@ -35,6 +36,7 @@ COMPARED = [
     test_loader.VIEWS_ON_SEVERAL,
     *test_exactness.BATCH_NORM_ON_SEVERAL.values(),
     *(compared for row in test_exactness.TABLE.values() for compared in row),
+    test_several_labels.ON_SEVERAL,
     *test_parallel.SPLIT.values(),
     *(Compared(("--optimizer.name", name), resumed=True, bound=None) for name in test_optimizers.TIMM),
 ]

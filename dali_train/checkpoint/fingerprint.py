@@ -212,5 +212,5 @@ def samples_of(config: Config) -> tuple[Split, MicroBatches]:
             f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
             "recomputed"
         )
-    split = Split(config.data.root, "train", local=False, exclude=config.data.exclude)
+    split = Split(config.data.root, "train", local=False, exclude=config.data.exclude, several_labels=True)
     return split, MicroBatches(split.rows, config, kept=split.kept)

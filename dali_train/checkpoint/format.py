@@ -95,6 +95,7 @@ class RunValues:
     recipe: dict[str, Any] = field(default_factory=dict)  # see recipe.py
     class_names: tuple[str, ...] = ()
     applies_orientation: bool = False  # of the images, see `Manifest.applies_orientation`
+    several_labels: bool = False  # whether an image has, so that a class's probability is the sigmoid of its logit
     epoch_accuracies: tuple[float, ...] = ()  # top-1 of the evaluations before this step, fractions
     record: Annotated[str, Rule("a record", pattern="(?:[0-9a-f]{64})?")] = ""  # the fingerprint, see there
     weights: WeightDigests = field(default_factory=dict)

@@ -50,6 +50,7 @@ class TrainedModel:
     weights: Weights
     class_names: tuple[str, ...]
     applies_orientation: bool  # of the images that it was trained on, see `Manifest.applies_orientation`
+    several_labels: bool  # see `RunValues`
     model: nn.Module  # float32 on the CPU in evaluation mode, neither compiled nor checkpointed
 
     @property
@@ -84,12 +85,14 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), used)
     model.pretrained_cfg = _input_config(model, config, names)
     model.applies_orientation = loaded.values.applies_orientation  # which timm's description cannot say
+    model.several_labels = loaded.values.several_labels
     return TrainedModel(
         config=config,
         checkpoint=loaded,
         weights=used,
         class_names=names,
         applies_orientation=model.applies_orientation,
+        several_labels=model.several_labels,
         model=model.float().eval(),
     )
 

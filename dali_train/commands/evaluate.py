@@ -23,7 +23,7 @@ from dali_train.runtime.process_group import host_group, joined
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.build import RunPlan, build_evaluator, build_set_evaluators, prepare
 from dali_train.training.cost import emulation_warning
-from dali_train.training.metrics import ClassTables, EvaluationResult, Evaluator, evaluate_all
+from dali_train.training.metrics import EvaluationResult, Evaluator, evaluate_all
 from dali_train.training.model import build_model, check_sizes, compare_with_timm
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import image_settings, is_path
@@ -158,10 +158,8 @@ def _evaluator(plan: RunPlan) -> Evaluator:
 
 def _print_classes(evaluator: Evaluator, split: Split) -> None:
     """Print the accuracy by class of the last evaluation."""
-    details = evaluator.details
-    assert details is not None
     names = split.manifest.class_names or tuple(map(str, range(split.num_classes)))
-    for line in ClassTables(details.labels, details.predictions, len(names)).describe(names):
+    for line in evaluator.describe_classes(names):
         print(line)
 
 
@@ -169,7 +167,7 @@ def _describe(results: dict[str, EvaluationResult]) -> str:
     """Describe the result of the validation split, whose name is empty, and those of data.eval_sets, one a line."""
     return "\n".join(
         f"{name + ': ' if name else ''}top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
-        f"{result.views}  ({result.num_images} images)"
+        f"{result.more}  ({result.num_images} images)"
         for name, result in results.items()
     )
 

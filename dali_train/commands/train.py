@@ -573,7 +573,15 @@ def measured(trainer: Trainer, evaluators: Evaluators, *, step: int, epoch: floa
         with trainer.ema.weights_in(trainer.model):
             average = validation.run(model, autocast())
             sets = evaluate_all(evaluators.sets, model, autocast)
-    return EvaluationRecord(step=step, epoch=epoch, result=result, details=validation.details, ema=average, sets=sets)
+    return EvaluationRecord(
+        step=step,
+        epoch=epoch,
+        result=result,
+        details=validation.details,
+        class_scores=validation.class_scores,
+        ema=average,
+        sets=sets,
+    )
 
 
 def save(run: Run) -> None:
@@ -601,6 +609,7 @@ def save(run: Run) -> None:
         recipe=run.progress.recipe,
         class_names=run.plan.class_names,
         applies_orientation=run.plan.split.manifest.applies_orientation,
+        several_labels=run.plan.split.label_sets is not None,
         epoch_accuracies=tuple(run.progress.accuracies),
         evaluations=dict(run.progress.evaluations),
     )

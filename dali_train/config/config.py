@@ -65,7 +65,7 @@ NEED_INDEX: dict[str, Any] = {
 }
 """Settings that data.reader dali does not support, with the value that turns them off."""
 
-KWARGS = ("model.kwargs.", "optimizer.kwargs.")
+KWARGS = ("model.kwargs.", "optimizer.kwargs.", "loss.kwargs.")
 """The prefixes of arguments' names, as in ``model.kwargs.drop_path_rate``: each argument is a setting of its own."""
 
 

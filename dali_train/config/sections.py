@@ -590,7 +590,10 @@ class BatchConfig:
         return f"{steps} or {steps - 1}" if self.num_micro_batches % data_parallel_size else f"{steps}"
 
 
-WEIGHTED_LOSSES = ("cross-entropy", "binary-cross-entropy")
+SEVERAL_LABELS_LOSSES = ("asymmetric", "poly", "two-way", "zlpr", "distribution-balanced")
+WEIGHTED_LOSSES = ("cross-entropy", "binary-cross-entropy", "asymmetric")
+_WITHOUT_POSITIVE_WEIGHT = ("cross-entropy", *SEVERAL_LABELS_LOSSES[1:])
+_WITHOUT_THRESHOLD = ("cross-entropy", *SEVERAL_LABELS_LOSSES)
 
 
 @section("loss")
@@ -600,9 +603,14 @@ class LossConfig:
 
     name: str = "cross-entropy"
     """cross-entropy, binary-cross-entropy (one binary classification per class, as in ResNet strikes back), or a row
-    that the config file adds to dali_train.training.loss.LOSSES."""
+    that the config file adds to dali_train.training.loss.LOSSES. For several labels an image: binary-cross-entropy, and
+    timm's asymmetric, poly, two-way, zlpr and distribution-balanced."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of timm's loss for several labels an image, such as gamma_neg and clip of asymmetric, as
+    loss.kwargs.gamma_neg."""
     label_smoothing: Annotated[float, Rule("a share from 0 to under 1", 0, UNDER_1)] = 0.0
-    """Share of the target that is spread evenly over all classes."""
+    """Share of the target that is spread evenly over all classes; with several labels an image, the targets of each
+    class move to 1/2 by it."""
     class_weights: Annotated[
         Annotated[str, Rule("", pattern=r"none|balanced|effective-0\.\d{1,15}")] | ByClass,
         Rule("none, balanced, effective-BETA such as effective-0.999, or pairs such as cat,2 dog,0.5"),
@@ -647,18 +655,23 @@ class LossConfig:
     CONFLICTS = (
         Conflict(
             names=("target_threshold", "name"),
-            when=lambda loss: loss.target_threshold is not None and loss.name == "cross-entropy",
+            when=lambda loss: loss.target_threshold is not None and loss.name in _WITHOUT_THRESHOLD,
             remedy="leave it out, or use binary-cross-entropy",
         ),
         Conflict(
             names=("sum_classes", "name"),
-            when=lambda loss: loss.sum_classes and loss.name == "cross-entropy",
+            when=lambda loss: loss.sum_classes and loss.name in _WITHOUT_THRESHOLD,
             remedy="leave it out, or use binary-cross-entropy",
         ),
         Conflict(
             names=("positive_weight", "name"),
-            when=lambda loss: loss.positive_weight != 1 and loss.name == "cross-entropy",
+            when=lambda loss: loss.positive_weight != 1 and loss.name in _WITHOUT_POSITIVE_WEIGHT,
             remedy="leave it out, or use binary-cross-entropy",
+        ),
+        Conflict(
+            names=("kwargs", "name"),
+            when=lambda loss: loss.kwargs != {} and loss.name not in SEVERAL_LABELS_LOSSES,
+            remedy=f"leave it out, or use {', '.join(SEVERAL_LABELS_LOSSES)}",
         ),
         Conflict(
             names=("class_weights", "name"),
@@ -985,9 +998,10 @@ class RunConfig:
     """How many of the newest checkpoints to keep, besides the best ones."""
     keep_best: NotInRecipe[Count] = 1
     """How many of the best checkpoints to keep, by run.best_by (timm's --checkpoint-hist)."""
-    best_by: Literal["top1", "balanced-top1", "loss"] = "top1"
+    best_by: Literal["top1", "balanced-top1", "loss", "mean-ap"] = "top1"
     """The measurement on the validation split by which the best checkpoint is chosen (timm's --eval-metric); of the
-    moving average of the weights, if there is one. balanced-top1: the mean of the classes' accuracies."""
+    moving average of the weights, if there is one. balanced-top1: the mean of the classes' accuracies.
+    mean-ap: with several labels an image, the mean of the classes' average precisions."""
     mirror: NotInRecipe[Annotated[str, Rule("the URL of a bucket, such as s3://BUCKET/PREFIX")] | None] = None
     """URL (s3://, gs://, az://) to which checkpoints, metrics, status, accuracies and report are copied in the
     background. An empty run.dir resumes from there, so nodes need not share run.dir."""

@@ -39,13 +39,13 @@ def held_out_groups(images: Images, pattern: str, fraction: float, *, seed: int)
             "pattern whose match differs between groups"
         )
     members = np.split(np.argsort(number_of_image, kind="stable"), np.cumsum(np.bincount(number_of_image))[:-1])
-    totals = np.bincount(images.labels)
+    totals = np.bincount(images.strata)
     wanted = np.maximum(totals > 1, (totals * fraction).round())
     held_out = np.zeros(len(totals), np.int64)
     chosen = np.zeros(len(images.labels), np.bool_)
     num_groups = 0
     for group in shuffled(np.random.Philox(key=[seed, _STREAM]), len(groups)).tolist():
-        classes, counts = np.unique(images.labels[members[group]], return_counts=True)
+        classes, counts = np.unique(images.strata[members[group]], return_counts=True)
         after = held_out[classes] + counts
         leaves_some = (after < totals[classes]).all()
         if leaves_some and _deviation(after, wanted[classes]) < _deviation(held_out[classes], wanted[classes]):

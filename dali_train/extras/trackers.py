@@ -19,6 +19,7 @@ from dali_train.extras.pictures.predictions import (
     NUM_SAMPLES,
     class_names,
     file_names,
+    label_names,
     prediction_table,
     sample_images,
     sheet,
@@ -59,10 +60,11 @@ class Tracker(Hook):
     def start(self, record: RunStart) -> None:
         self.run = record
         self.class_names = class_names(record)
+        self.label_names = label_names(record)
 
     def step(self, record: StepRecord) -> None:
         if record.step == self.run.start_step + 1:
-            images = sample_images(record.batch, self.run.config.data, self.class_names, NUM_SAMPLES)
+            images = sample_images(record.batch, self.run.config.data, self.label_names, NUM_SAMPLES)
             self.log_image(record.step, "samples", np.asarray(sheet(images)))
         if record.train is not None:
             scalars = {"epoch": record.epoch, **record.train.scalars()}

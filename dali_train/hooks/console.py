@@ -338,5 +338,5 @@ def _accuracy(record: EvaluationRecord) -> str:
         f"  mean over classes {result.balanced_top1:.2%}" if abs(result.balanced_top1 - result.top1) > 5e-5 else ""
     )
     average = f"  EMA top-1 {record.ema.top1:.2%}" if record.ema is not None else ""
-    text = f"loss {result.loss:.4f}  top-1 {result.top1:.2%}  top-5 {result.top5:.2%}{classes}{average}{result.views}"
+    text = f"loss {result.loss:.4f}  top-1 {result.top1:.2%}  top-5 {result.top5:.2%}{classes}{average}{result.more}"
     return text + "".join(f"  {name} {other.top1:.2%}" for name, other in record.sets.items())

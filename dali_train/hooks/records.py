@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -65,16 +67,13 @@ class EvaluationRecord:
     result: EvaluationResult
     details: EvaluationDetails | None  # with hooks.predictions; of the average if there is one
     ema: EvaluationResult | None = None  # of the moving average of the weights, with ema.decay
+    class_scores: NDArray[np.float64] | None = None  # see `Evaluator.class_scores`; of the average if there is one
     sets: dict[str, EvaluationResult] = field(default_factory=dict)  # of data.eval_sets; of the average if there is one
 
     def scalars(self) -> dict[str, float]:
         """Return everything by name, as it goes into files and trackers; the moving average's begin with ema_,
         those of another set with its name."""
-        average = (
-            {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5", "balanced_top1")}
-            if self.ema is not None
-            else {}
-        )
+        average = {f"ema_{name}": getattr(self.ema, name) for name in self.ema.MEASURES} if self.ema is not None else {}
         sets = {
             f"{name}_{metric}": getattr(result, metric)
             for name, result in self.sets.items()

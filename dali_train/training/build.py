@@ -15,8 +15,9 @@ import torch
 
 from dali_train.config import Config, ParallelConfig
 from dali_train.config.check import load_row
+from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.dataset.index import Split, read_labels
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.manifest import Manifest, SplitName
 from dali_train.data.dataset.storage import DatasetRoot, storage_of
 from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.loader import RunLoader, TrainLoader
@@ -43,6 +44,8 @@ logger = logging.getLogger("dali_train")
 
 # What a run may do without, imported where it is asked for.
 LOCAL_COPY = "dali_train.extras.local_copy:copied"
+CHECK_LABELS = "dali_train.extras.several_labels:check_labels"
+EVALUATE_SEVERAL_LABELS = "dali_train.extras.several_labels.evaluation:SeveralLabelsEvaluator"
 AUDIT = "dali_train.extras.proof.audit:make_audit"
 
 
@@ -95,9 +98,9 @@ class RunPlan:
 
 def training_classes(split: Split) -> TrainingClasses:
     labels = split.rows["label"]
-    taking_part = labels if split.kept is None else labels[split.kept]
-    counts = np.bincount(taking_part, minlength=split.num_classes)
-    return TrainingClasses(names=split.manifest.class_names, counts=counts, num_images=split.num_images)
+    counts = split.count_classes(labels if split.kept is None else labels[split.kept])
+    names = split.manifest.class_names
+    return TrainingClasses(names=names, counts=counts, num_images=split.num_images, label_sets=split.label_sets)
 
 
 def fit_to_ranks(config: Config, launch: Launch) -> Layout:
@@ -106,7 +109,9 @@ def fit_to_ranks(config: Config, launch: Launch) -> Layout:
     Raises:
         ConfigError: there is no such loss or schedule, or the batch or pipeline does not fit the number of ranks.
     """
-    loss_of(config.loss), schedule_of(config.schedule)
+    schedule_of(config.schedule)
+    if config.loss.name not in SEVERAL_LABELS_LOSSES:
+        loss_of(config.loss)
     layout = Layout.from_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
     return layout
@@ -126,6 +131,12 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     num_threads = configure_torch(config, launch, device)
     dataset = find_dataset(config, launch) if trains else DatasetRoot(config.data.root, None)
     explain_bus_errors(str(dataset.path))
+    name: SplitName = "train" if trains else "validation"
+    exclude = config.data.exclude if trains else None
+    split = Split(dataset.path, name, exclude=exclude, several_labels=True)
+    asks_for_several = config.loss.name in SEVERAL_LABELS_LOSSES or config.run.best_by == "mean-ap"
+    if asks_for_several or split.label_sets is not None:
+        load_row(CHECK_LABELS, str(split.root))(config, split)
     return RunPlan(
         config=config,
         launch=launch,
@@ -133,9 +144,7 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
         device=device,
         num_threads=num_threads,
         dataset=dataset,
-        split=Split(dataset.path, "train", exclude=config.data.exclude)
-        if trains
-        else Split(dataset.path, "validation"),
+        split=split,
         node=join_node(config.data, launch, layout) if trains else None,
     )
 
@@ -190,8 +199,14 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
     """
     if "validation" not in plan.split.manifest.splits:
         return None
-    return Evaluator(
-        plan.split if plan.split.name == "validation" else Split(plan.dataset.path, "validation"),
+    split = plan.split
+    if split.name != "validation":
+        split = Split(plan.dataset.path, "validation", several_labels=True)
+    kind: type[Evaluator] = Evaluator
+    if split.label_sets is not None:
+        kind = load_row(EVALUATE_SEVERAL_LABELS, str(split.root))
+    return kind(
+        split,
         plan.config,
         plan.device,
         plan.layout,

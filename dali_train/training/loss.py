@@ -18,6 +18,7 @@ Distillation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 
 DISTILLATION = "dali_train.extras.distillation:Distillation"
 CLASS_WEIGHTS = "dali_train.extras.class_weights:weights_of"
+SEVERAL_LABELS = "dali_train.extras.several_labels.losses:SeveralLabelsLoss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class TrainingClasses:
     names: tuple[str, ...]  # empty: they have none
     counts: NDArray[np.int64]  # images of each, (classes,)
     num_images: int
+    label_sets: NDArray[np.int32] | None = None  # with several labels an image, see `Split`
 
 
 def mixup_loss(
@@ -78,6 +80,23 @@ def _binary_cross_entropy(
     weights = lambdas.to(logits.dtype)[:, None]
     soft = weights * first + (1 - weights) * second  # (n, classes)
     soft = (1 - config.label_smoothing) * soft + config.label_smoothing / logits.shape[-1]
+    return dense_binary_cross_entropy(config, logits, soft, class_weights, positive_weights)
+
+
+def dense_binary_cross_entropy(
+    config: LossConfig,
+    logits: torch.Tensor,
+    soft: torch.Tensor,
+    class_weights: torch.Tensor | None = None,
+    positive_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the mean binary cross-entropy of the classes, or with loss.sum_classes the mean of their sum.
+
+    Args:
+        logits: (n, classes), float32 or wider.
+        soft: (n, classes), the target of each class, smoothed.
+        class_weights, positive_weights: (classes,) factors of each class's loss, and of its part that pulls towards 1.
+    """
     if config.target_threshold is not None:
         soft = (soft > config.target_threshold).to(logits.dtype)
     # The weight of the positive class is a tensor, filled on the device: a copy from the host might wait. Without one
@@ -111,6 +130,7 @@ class Objective:
         distillation: adds a teacher's loss: a function of (the loss, the output of the distillation token or else the
             logits, the images) that returns the loss to train with. None: no teacher.
         weights: further arguments of the loss: class_weights, positive_weights, (classes,) each.
+        several: the loss for several labels an image, which has its weights; None: that of `LOSSES`.
     """
 
     def __init__(
@@ -118,10 +138,14 @@ class Objective:
         config: LossConfig,
         distillation: Distillation | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
+        several: Any | None = None,
     ) -> None:
         self._config = config
         self._distillation = distillation
-        self._loss = partial(loss_of(config), **(weights or {}))
+        self._loss: Loss = several or partial(loss_of(config), **(weights or {}))
+        self.count_correct: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = (
+            several.count_correct if several is not None else first_target_correct
+        )
 
     def __call__(
         self,
@@ -164,6 +188,8 @@ def make_objective(
         assert classes is not None, "loss.class_weights needs the training images of each class"
         by_name = load_row(CLASS_WEIGHTS, "loss.class_weights")(config.loss, classes)
         weights = {name: torch.from_numpy(values).to(device, torch.float32) for name, values in by_name.items()}
+    if classes is not None and classes.label_sets is not None:
+        return Objective(config.loss, several=load_row(SEVERAL_LABELS, "the dataset")(config, classes, weights, device))
     if config.loss.distillation == "none":
         return Objective(config.loss, weights=weights)
     if hasattr(model, "set_distilled_training"):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -210,8 +211,10 @@ class EvaluationResult:
     num_views: int  # whose logits were averaged, of each image
     seconds: float
 
+    MEASURES: ClassVar[tuple[str, ...]] = ("loss", "top1", "top5", "balanced_top1")
+
     @property
-    def views(self) -> str:
+    def more(self) -> str:
         """``  mean of 6 views``, to follow accuracies in a line; empty for one view."""
         return f"  mean of {self.num_views} views" if self.num_views > 1 else ""
 
@@ -285,12 +288,15 @@ class Evaluator:
         most = -(-len(images) // (layout.data_size * config.batch.micro_batch))
         self._num_blank = most - len(self._loader) if layout.splits_model else 0
         self._blank = (1, 3, config.data.eval_size, config.data.eval_size)
+        self._split = split
         self._num_images = len(images)
         self._num_classes = split.num_classes
         self._labels = split.rows["label"].astype(np.int64)
-        self._class_counts = np.bincount(self._labels[images], minlength=split.num_classes)
+        self._class_counts = split.count_classes(self._labels[images])
         self._shown = np.unique(np.linspace(0, len(split) - 1, min(num_shown, len(split))).round().astype(np.int64))
         self.details: EvaluationDetails | None = None
+        # Of each class in the last evaluation, (classes,): its average precision, with several labels an image.
+        self.class_scores: NDArray[np.float64] | None = None
         self._views = VIEWS[config.data.eval_views]
         self._device = device
         self._dtype = torch.float64 if config.precision.dtype == "fp64" else None
@@ -323,6 +329,10 @@ class Evaluator:
                 if total.numel():
                     dist.all_reduce(total)
         model.train(training)
+        return self._result(totals, time.perf_counter() - start)
+
+    def _result(self, totals: "Totals", seconds: float) -> EvaluationResult:
+        """Return the result of complete sums, and keep the details."""
         if len(self._shown):
             self.details = EvaluationDetails(
                 labels=self._labels,
@@ -339,20 +349,25 @@ class Evaluator:
             balanced_top1=float(np.nanmean(class_accuracies(totals.correct.cpu().numpy(), self._class_counts))),
             num_images=int(count),
             num_views=len(self._views),
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
         )
 
-    def _zeros(self) -> "_Totals":
+    def describe_classes(self, names: Sequence[str]) -> list[str]:
+        """Return lines to print on the classes in the last evaluation, which needs details."""
+        assert self.details is not None
+        return ClassTables(self.details.labels, self.details.predictions, len(names)).describe(names)
+
+    def _zeros(self) -> "Totals":
         rows = self._num_images if len(self._shown) else 0
         columns = self._num_classes if self._num_classes <= MAX_SCORES else 2
-        return _Totals(
+        return Totals(
             sums=torch.zeros(4, dtype=torch.float64, device=self._device),
             correct=torch.zeros(self._num_classes, dtype=torch.int64, device=self._device),
             predictions=torch.zeros(rows, dtype=torch.int64, device=self._device),
             scores=torch.zeros(rows, columns, device=self._device),
         )
 
-    def _add(self, totals: "_Totals", logits: torch.Tensor, labels: torch.Tensor, numbers: NDArray[np.int64]) -> None:
+    def _add(self, totals: "Totals", logits: torch.Tensor, labels: torch.Tensor, numbers: NDArray[np.int64]) -> None:
         """Add a batch to `totals`, on the device.
 
         Args:
@@ -379,7 +394,7 @@ class Evaluator:
         totals.sums.add_(torch.stack([loss, top1, top5, count]))
 
     def _note_predictions(
-        self, totals: "_Totals", logits: torch.Tensor, labels: torch.Tensor, numbers: NDArray[np.int64]
+        self, totals: "Totals", logits: torch.Tensor, labels: torch.Tensor, numbers: NDArray[np.int64]
     ) -> None:
         rows = slice(int(numbers[0]), int(numbers[-1]) + 1)  # a batch has images that follow each other in the split
         predicted = logits.argmax(dim=-1)
@@ -391,7 +406,7 @@ class Evaluator:
 
 
 @dataclass(frozen=True)
-class _Totals:
+class Totals:
     """What an evaluation adds up, on the device: the sum over ranks is complete."""
 
     sums: torch.Tensor  # loss, top-1, top-5, images; (4,) float64

@@ -16,7 +16,7 @@ from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss
 from dali_train.training.invariant import DropoutSeeding, RunningStatistics, seed_micro_batch
-from dali_train.training.loss import Objective, first_target_correct
+from dali_train.training.loss import Objective
 from dali_train.training.metrics import NoiseScale, TrainingMetrics, all_finite
 from dali_train.training.optim import Clip, Ema
 from dali_train.training.precision import Precision
@@ -146,7 +146,7 @@ class Trainer:
 
     def record(self, step: int, batch: Batch, loss: torch.Tensor, logits: torch.Tensor) -> None:
         """Add a micro-batch of `step` with its mean `loss` to the metrics, and show its `logits` to the observers."""
-        correct = first_target_correct(logits, batch.targets)
+        correct = self.objective.count_correct(logits, batch.targets)
         self.metrics.add_micro_batch(loss, correct, num_images=len(batch.targets), step=step, k=batch.micro_batch.k)
         for observe in self.observers:
             observe(batch, logits.detach())

@@ -252,7 +252,7 @@ def test_broken_samples_of_a_webdataset(
             table([0], labels=["cat"]),
             {},
             "",
-            "column label is string: name one of whole numbers with --label-key",
+            "column label is string: name one of whole numbers, or of lists of them, with --label-key",
             id="labels as text",
         ),
         pytest.param(

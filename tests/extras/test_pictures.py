@@ -88,7 +88,7 @@ def test_samples_are_what_the_network_gets() -> None:
         torch.tensor([0.7, 1.0, 0.2]),
         cast(Any, None),
     )
-    shown = sample_images(batch, data, ("cat", "dog"), 16)
+    shown = sample_images(batch, data, ("cat", "dog").__getitem__, 16)
     assert np.array_equal(np.stack([image for image, _ in shown]), pixels)
     assert [caption for _, caption in shown] == ["70% cat + 30% dog", "dog", "dog"]
     assert sheet(shown).size == (946, 266)

@@ -32,9 +32,17 @@ from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.shards import LABEL_BASE, SPOILT_NOTE, BadImage, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import Images
 from dali_train.data.dataset.index import map_file
-from dali_train.data.dataset.manifest import CLASS_NAMES, SPLITS, Manifest, SplitName, cache_directory
+from dali_train.data.dataset.manifest import (
+    CLASS_NAMES,
+    LABEL_SET_KEY,
+    SPLITS,
+    Manifest,
+    SplitName,
+    cache_directory,
+    sets_text,
+)
 from dali_train.data.dataset.verify import verify_shards
-from dali_train.data.dataset.write_index import map_shards, write_index
+from dali_train.data.dataset.write_index import DEFAULT_FEATURES, Features, map_shards, write_index
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError, RunError
@@ -212,12 +220,15 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
             }
             for split, shards in done.items()
         }
+        label_sets = next(iter(conversion.splits.values())).label_sets
         write_index(
             out,
             {split: [shard.indexed for shard in shards] for split, shards in done.items()},
             label_base=LABEL_BASE,
             class_names=conversion.class_names,
             conversion={"options": conversion.identity(), "report": report},
+            label_sets=None if label_sets is None else sets_text(label_sets),
+            features=DEFAULT_FEATURES if label_sets is None else Features(label=LABEL_SET_KEY),
         )
         lines = _upload_or_verify(conversion)
         for directory, _, _ in os.walk(out):  # before the options are gone, by which the next start goes on

@@ -51,6 +51,11 @@ CLASS_ORDER: Mapping[str, Any] = {
     "help": "how the class folders are numbered: by name, as torchvision does, or in natural order (2 before 10, "
     "regardless of case), as timm does (default: name)",
 }
+LABEL_SEPARATOR: Mapping[str, Any] = {
+    "metavar": "TEXT",
+    "help": "of a table whose images have several labels: what stands between those in one cell, such as ';'; an image "
+    "may also have several rows, or no label",
+}
 _SHARDS: Arguments = {
     "--source": {
         "type": Path,
@@ -247,6 +252,7 @@ DATASETS: dict[str, Converter] = {
             },
             "--image-key": {"metavar": "NAME", "help": "the column of the files (default: file, path, image, ...)"},
             **_label_key("the column of the labels (default: label, class, category, ...)"),
+            "--label-separator": LABEL_SEPARATOR,
         },
         applies_orientation=True,
     ),

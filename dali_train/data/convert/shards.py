@@ -25,8 +25,8 @@ from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredI
 from dali_train.data.convert.sources import Images
 from dali_train.data.dataset.image_file import BATCH_PIXELS, BadImageError, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE
-from dali_train.data.dataset.manifest import Encoding, Shard
-from dali_train.data.dataset.tfrecord import Buffer, encode_example, frame_record
+from dali_train.data.dataset.manifest import LABEL_SET_KEY, Encoding, Shard
+from dali_train.data.dataset.tfrecord import Buffer, Value, encode_example, frame_record
 from dali_train.data.dataset.write_index import IndexedShard
 from dali_train.data.progress import Progress
 
@@ -164,12 +164,19 @@ class ShardWriter:
         )
         return WrittenShard(indexed=indexed, bad=tuple(bad), counts=counts)
 
-    def _features(self, image: int, stored: StoredImage) -> dict[str, str | int]:
+    def _features(self, image: int, stored: StoredImage) -> dict[str, Value]:
         label = int(self.images.labels[image])
+        if self.images.label_sets is None:
+            labels: dict[str, Value] = {
+                "image/class/label": label + LABEL_BASE,
+                "image/class/synset": self.class_names[label],
+            }
+        else:  # a list for other readers, under another name: who knows only one label must not find the set's number
+            classes = tuple(number + LABEL_BASE for number in self.images.label_sets[label])
+            labels = {LABEL_SET_KEY: label + LABEL_BASE, "image/class/labels": classes}
         return {
             "image/format": stored.format,
-            "image/class/label": label + LABEL_BASE,
-            "image/class/synset": self.class_names[label],
+            **labels,
             "image/filename": stored.name or self.images.name(image),
             "image/height": stored.height,
             "image/width": stored.width,

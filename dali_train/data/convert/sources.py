@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from dali_train.config.check import load_row
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
-from dali_train.data.dataset.manifest import SplitName
+from dali_train.data.dataset.manifest import SplitName, sets_text
 from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_passed_over
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
@@ -82,6 +82,7 @@ class Images:
     """
 
     labels: NDArray[np.int32]  # (N,), from 0
+    label_sets: Sequence[tuple[int, ...]] | None = None  # with several labels an image, what `labels` number
     num_bytes: int  # of all images together, as the source holds them
     passed_over: Counter[PassedOver]  # also logged as a warning
 
@@ -153,6 +154,19 @@ class Images:
         }
         return chosen
 
+    @property
+    def strata(self) -> NDArray[np.int32]:
+        """What a validation split has a fraction of each of, (N,): the classes. With several labels all images are of
+        one stratum, since most sets of classes are those of a single image."""
+        return self.labels if self.label_sets is None else np.zeros_like(self.labels)
+
+    def number_sets(self, labels: NDArray[np.int32], label_sets: Sequence[tuple[int, ...]]) -> None:
+        """Give the images several labels each: `labels` number `label_sets`, tuples of classes."""
+        assert self._rows is None
+        self.labels = labels
+        self.label_sets = label_sets
+        self._facts["label_sets_crc32c"] = f"{crc32c(sets_text(label_sets).encode()):08x}"
+
     def identity(self) -> dict[str, Any]:
         """Return values that a resumed conversion compares: the files with sizes, offsets and labels. What the images
         hold is not read for it."""
@@ -196,7 +210,7 @@ def hold_out(
         )
     train = images["train"]
     if group_by is None:
-        chosen = held_out(train.labels, fraction, seed=seed)
+        chosen = held_out(train.strata, fraction, seed=seed)
     else:
         chosen = load_row(GROUPED, "--group-by")(train, group_by, fraction, seed=seed)
     if len(chosen) and not chosen.any():

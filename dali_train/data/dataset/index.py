@@ -56,6 +56,9 @@ _LARGEST_LABELS = 10_000_000  # bytes; those of ReaL have 0.6 million
 _LARGEST_EXCLUDED = 1_000_000_000  # bytes
 
 
+SEVERAL_LABELS_REMEDY = "use a dataset with one; docs/several-labels.md names the commands for several"
+
+
 class Split:
     """One split of an indexed dataset, opened for reading.
 
@@ -70,9 +73,11 @@ class Split:
         local: whether the shards lie below `root`. If not, only the index can be read.
         strict: whether the index's content is checked. `verify` leaves it out, since it compares every row itself.
         exclude: a file of images that do not take part, see `kept_images`; None: all do.
+        several_labels: whether the caller knows `label_sets`. If not, a dataset with them is refused: its labels would
+            be taken for classes.
 
     Raises:
-        ConfigError: see `kept_images`.
+        ConfigError: see `kept_images`; or several labels.
         DatasetError: a part is missing, the index does not belong to ``dataset.json``, a row is invalid, or a shard
             does not match the index.
     """
@@ -85,6 +90,7 @@ class Split:
         local: bool = True,
         strict: bool = True,
         exclude: Path | str | None = None,
+        several_labels: bool = False,
     ) -> None:
         self.root = metadata_directory(root)
         self.dataset_name = Path(root).resolve().name
@@ -100,6 +106,14 @@ class Split:
         if self._root_url is not None:
             self._remedy = copy_again(str(root))
         self.num_bytes = split.num_bytes
+        # With several labels an image, the classes of each label, (labels, most), and -1 after them; else None.
+        self.label_sets: NDArray[np.int32] | None = None
+        if self.manifest.label_sets is not None:
+            if not several_labels:
+                raise ConfigError(
+                    f"{root}: its images have several labels, and this needs one: {SEVERAL_LABELS_REMEDY}"
+                )
+            self.label_sets = self._padded(self.manifest.label_sets)
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
         self.kept: NDArray[np.bool_] | None = None if exclude is None else kept_images(exclude, len(self))
         self.checksums: NDArray[np.uint32] | None = None
@@ -123,6 +137,23 @@ class Split:
     @property
     def num_classes(self) -> int:
         return self.manifest.num_classes
+
+    def count_classes(self, labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Return how many of these labels of the index stand for each class, (classes,)."""
+        counts = np.bincount(labels, minlength=self.manifest.num_labels)
+        if self.label_sets is None:
+            return counts
+        is_there = self.label_sets >= 0
+        of_each = np.repeat(counts, is_there.sum(axis=1))
+        weighted = np.bincount(self.label_sets[is_there], weights=of_each, minlength=self.num_classes)
+        return weighted.astype(np.int64)
+
+    def label_text(self, label: int) -> str:
+        """Return the name of the class that a label of the index stands for, or the names of several."""
+        if self.label_sets is None:
+            return self.manifest.class_names[label]
+        classes = self.label_sets[label]
+        return ", ".join(self.manifest.class_names[number] for number in classes[classes >= 0]) or "no class"
 
     @property
     def num_images(self) -> int:
@@ -237,6 +268,19 @@ class Split:
                 )
         return None
 
+    def _padded(self, text: str) -> NDArray[np.int32]:
+        sets = [[*map(int, one.split())] for one in text.split(",")]
+        largest = max(max(classes, default=0) for classes in sets)
+        if largest >= self.num_classes:
+            raise DatasetError(
+                f"{self._shown(self.root / 'dataset.json')}: label_sets has class {largest} of {self.num_classes} "
+                f"classes: {self._remedy}"
+            )
+        padded = np.full((len(sets), max(map(len, sets)) or 1), -1, dtype=np.int32)
+        for number, classes in enumerate(sets):
+            padded[number, : len(classes)] = classes
+        return padded
+
     def _open_files(self, in_place: InPlace) -> SourceFiles:
         path, source = files_path(self.root), in_place.source
         if self._root_url is None and not is_remote(source):
@@ -281,7 +325,7 @@ class Split:
         misfits = (rows["size"] != 3 * pixels) & (self.manifest.encoding == "raw")
         wrong = {
             "shard": outside,
-            "label": (rows["label"] < 0) | (rows["label"] >= self.num_classes),
+            "label": (rows["label"] < 0) | (rows["label"] >= self.manifest.num_labels),
             "offset": rows["offset"] > num_bytes,
             "size": (rows["size"] == 0) | (rows["size"] > num_bytes - np.minimum(rows["offset"], num_bytes)),
             "height": (rows["height"] == 0) | misfits,

@@ -25,6 +25,7 @@ from dali_train.runtime.object_store import Bucket, MissingObjectError, ObjectSt
 
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; a label that is no class number must not claim memory for its names
 IMAGE_KEY, LABEL_KEY = "image/encoded", "image/class/label"
+LABEL_SET_KEY = "image/class/label_set"  # of records with several labels an image, which are in image/class/labels
 _MAX_BYTES = 1 << 28  # of dataset.json: a million class names and 100,000 shards take a tenth of it
 _MAX_LABEL = (1 << 31) - 1  # labels are int32
 
@@ -155,7 +156,12 @@ class Manifest:
     image_key: str = IMAGE_KEY  # the feature of a record that holds its image
     label_key: str = LABEL_KEY
     in_place: InPlace | None = None
-    format_version: Literal[1] = 1
+    # With several labels an image, the index's labels number sets of classes: "0 5,3,," has {0, 5}, {3}, and twice the
+    # empty set. None: they number classes. Versions before this field refuse such a dataset by its format_version.
+    label_sets: (
+        Annotated[str, Rule("classes, and commas between sets", pattern="(?:[0-9]{0,8}[ ,])*+[0-9]{0,8}")] | None
+    ) = None
+    format_version: Literal[1, 2] = 1
 
     def __post_init__(self) -> None:
         found = len(self.class_names)
@@ -163,6 +169,13 @@ class Manifest:
         require(len(self.splits) > 0, "splits are none")
         in_place = {split.image_bytes is not None for split in self.splits.values()}
         require(in_place == {self.in_place is not None}, "in_place goes with image_bytes of every split")
+        version = 1 if self.label_sets is None else 2
+        require(self.format_version == version, f"format_version is {self.format_version}, expected {version}")
+
+    @property
+    def num_labels(self) -> int:
+        """How many labels images can have: classes, or sets of classes."""
+        return self.num_classes if self.label_sets is None else self.label_sets.count(",") + 1
 
     @property
     def applies_orientation(self) -> bool:
@@ -195,7 +208,15 @@ class Manifest:
             raise NoDatasetError(f"{path} is missing", directory) from None
 
     def write(self, root: Path) -> None:
-        write_atomically(root / "dataset.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
+        values = asdict(self)
+        if self.label_sets is None:
+            del values["label_sets"]
+        write_atomically(root / "dataset.json", (json.dumps(values, indent=1) + "\n").encode())
+
+
+def sets_text(label_sets: Sequence[tuple[int, ...]]) -> str:
+    """Return ``Manifest.label_sets`` of these sets of classes."""
+    return ",".join(" ".join(map(str, classes)) for classes in label_sets)
 
 
 def check_name(name: str) -> None:
@@ -231,7 +252,8 @@ def dataset_content(manifest: Manifest) -> str:
     """Return the number of training images, and a digest of the checksums of the indexes and of all shards, or of the
     images of an index in place."""
     splits = {name: (part.index_crc32c, _content_of_files(part)) for name, part in manifest.splits.items()}
-    digest = hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
+    content = json.dumps(splits, sort_keys=True) + (manifest.label_sets or "")
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     num_images = manifest.splits["train"].num_records if "train" in manifest.splits else 0
     return f"{num_images} images, {CONTENT}{digest}"
 

@@ -123,8 +123,12 @@ def walk_records(
         offset = end + FOOTER_SIZE
 
 
-def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> tuple[bytes, Buffer, bytes]:
-    """Encode a ``tf.train.Example`` of ``image/encoded`` and single-valued `features`, as (head, image, tail).
+Value = bytes | str | int | tuple[int, ...]
+"""Of a feature that is written; a tuple is a list of numbers."""
+
+
+def encode_example(image: Buffer, features: Mapping[str, Value]) -> tuple[bytes, Buffer, bytes]:
+    """Encode a ``tf.train.Example`` of ``image/encoded`` and `features`, as (head, image, tail).
 
     The image, which is nearly all of it, comes back as it is, not copied. The order is fixed: the image, then
     `features` in the mapping's order, so that equal input gives equal bytes; protobuf libraries leave it open for maps.
@@ -139,7 +143,7 @@ def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> 
     return head, image, tail
 
 
-def write_records(path: Path, records: Iterable[tuple[Buffer, Mapping[str, bytes | str | int]]]) -> None:
+def write_records(path: Path, records: Iterable[tuple[Buffer, Mapping[str, Value]]]) -> None:
     """Write a TFRecord file, and its directory, of Examples given as (image, features)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -148,10 +152,12 @@ def write_records(path: Path, records: Iterable[tuple[Buffer, Mapping[str, bytes
 
 
 @lru_cache(8192)  # labels, synsets and sizes recur: 5 us instead of 20 us per image
-def _map_entry(name: str, value: bytes | str | int) -> bytes:
-    if isinstance(value, int):
+def _map_entry(name: str, value: Value) -> bytes:
+    if isinstance(value, int | tuple):
+        numbers = (value,) if isinstance(value, int) else value
         # Packed; negative numbers take ten bytes in two's complement.
-        feature = _delimited(_INT64_LIST, _delimited(1, _varint(value & 0xFFFFFFFFFFFFFFFF)))
+        packed = b"".join(_varint(number & 0xFFFFFFFFFFFFFFFF) for number in numbers)
+        feature = _delimited(_INT64_LIST, _delimited(1, packed))
     else:
         feature = _delimited(_BYTES_LIST, _delimited(1, value.encode() if isinstance(value, str) else value))
     return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))

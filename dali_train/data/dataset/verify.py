@@ -40,11 +40,13 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     images_per_class: dict[SplitName, NDArray[np.int64]] = field(default_factory=dict)  # (num_classes,)
+    num_images: dict[SplitName, int] = field(default_factory=dict)  # with several labels less than the sum of those
 
     def summary(self) -> list[str]:
         """Return lines to print: counts, then notes, then problems."""
         counts = [
-            f"{split}: {counts.sum():,} images in {len(counts)} classes, {span(counts.min(), counts.max())} per class"
+            f"{split}: {self.num_images[split]:,} images in {len(counts)} classes, "
+            f"{span(counts.min(), counts.max())} per class"
             for split, counts in self.images_per_class.items()
         ]
         return [*counts, *(f"note: {note}" for note in self.notes), *(f"fault: {problem}" for problem in self.problems)]
@@ -83,7 +85,7 @@ def open_splits(root: Path | str, findings: Findings) -> dict[SplitName, Split]:
         if name not in manifest.splits:
             continue
         try:
-            split = Split(root, name, local=False, strict=False)  # shards are looked at one by one
+            split = Split(root, name, local=False, strict=False, several_labels=True)  # shards are looked at one by one
         except DatasetError as error:
             findings.problems.append(str(error))
             continue
@@ -130,14 +132,15 @@ def _names(root: Path | str, split: SplitName) -> set[str]:
 
 def _check_classes(split: Split, findings: Findings) -> None:
     labels = split.rows["label"]
-    if labels.min() < 0 or labels.max() >= split.num_classes:
+    if labels.min() < 0 or labels.max() >= split.manifest.num_labels:
         findings.problems.append(
-            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, there are {split.num_classes} "
-            "classes from 0"
+            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, there are "
+            f"{split.manifest.num_labels} from 0"
         )
         return
-    counts = np.bincount(labels, minlength=split.num_classes)
+    counts = split.count_classes(labels)
     findings.images_per_class[split.name] = counts
+    findings.num_images[split.name] = len(split)
     empty = np.flatnonzero(counts == 0)
     if len(empty):
         names = [split.manifest.class_names[number] for number in empty]
@@ -239,7 +242,7 @@ def find_duplicates(
 
 
 def _describe_image(split: Split, image: int) -> str:
-    return f"{split.name} image {image} ({split.manifest.class_names[int(split.rows['label'][image])]})"
+    return f"{split.name} image {image} ({split.label_text(int(split.rows['label'][image]))})"
 
 
 def _abbreviate(items: Sequence[str]) -> str:

@@ -172,6 +172,7 @@ def write_index(
     label_base: int,
     class_names: Sequence[str],
     conversion: dict[str, Any] | None = None,
+    label_sets: str | None = None,
     features: Features = DEFAULT_FEATURES,
 ) -> Manifest:
     """Write the columnar index, DALI's text index and ``dataset.json``.
@@ -182,6 +183,7 @@ def write_index(
     Args:
         indexed: the shards of each split, whose ``rows["label"]`` are filled in.
         conversion: what ``dataset.json`` keeps about how the records were made.
+        label_sets: see `Manifest`.
 
     Raises:
         DatasetError: some shards hold images and others raw pixels.
@@ -213,6 +215,8 @@ def write_index(
         encoding=encoding,
         image_key=features.image,
         label_key=features.label,
+        label_sets=label_sets,
+        format_version=1 if label_sets is None else 2,
     )
     manifest.write(root)
     return manifest

@@ -298,7 +298,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         findings.append(Finding("batch", "fail", str(error), "see the message"))
     num_classes = 1000
     with suppress(ConfigError, DatasetError, OSError):
-        num_classes = Split(config.data.root, "train").num_classes
+        num_classes = Split(config.data.root, "train", several_labels=True).num_classes
     try:
         model, memory, ranks = forecast(config, layout, num_classes)
     except (ConfigError, CheckpointError) as error:
@@ -357,7 +357,7 @@ def _bucket(split: Split, data: DataConfig) -> Finding:
 def splits(data: DataConfig) -> Iterator[Finding]:
     for name in ("train", "validation"):
         try:
-            split = Split(data.root, name)  # compares index, manifest and shards' sizes
+            split = Split(data.root, name, several_labels=True)  # compares index, manifest and shards' sizes
         except (DatasetError, OSError) as error:
             optional = name == "validation" and "has no validation split" in str(error)
             yield Finding(

@@ -29,6 +29,7 @@ from dali_train.data.convert.sources import Archive, Image, SourceError, Sources
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.errors import ConfigError
+from dali_train.extras.formats.label_sets import LabelSets
 from dali_train.extras.formats.listing import (
     Listed,
     PackedBlocks,
@@ -52,17 +53,21 @@ _KINDS = " ".join(sorted(IMAGE_SUFFIXES))
 def webdataset(options: Namespace, within: Within = where_it_lies) -> Sources:
     """Return the splits and the class names. With ``options.label_key``, that field of KEY.json is the label.
 
+    A list of numbers, in KEY.cls or in the field, is several labels.
+
     Raises:
         SourceError: a damaged tar, a sample without image or label or with two, or a label that cannot be.
     """
 
+    sets = LabelSets()
+
     def list_tar(path: Path) -> Listed:
-        return _samples_of_tar(open_plain(path), options.label_key)
+        return _samples_of_tar(open_plain(path), options.label_key, sets)
 
-    return sources_of(options, ".tar", lambda path: within(path, list_tar))
+    return sources_of(options, ".tar", lambda path: within(path, list_tar), resolve=sets.resolve)
 
 
-def _samples_of_tar(archive: Archive, label_key: str | None) -> Iterator[Image | PassedOver]:
+def _samples_of_tar(archive: Archive, label_key: str | None, sets: LabelSets) -> Iterator[Image | PassedOver]:
     """Yield the samples, and each file that belongs to none.
 
     WebDataset's key ends at the first dot, and ``KEY.seg.png`` beside ``KEY.jpg`` is one more file of the sample. Of
@@ -82,12 +87,12 @@ def _samples_of_tar(archive: Archive, label_key: str | None) -> Iterator[Image |
         by_stem: dict[str, list[Image]] = {}
         for file in group:
             by_stem.setdefault(_stem(file), []).append(file)
-        yield from _samples_of_key(archive, key, by_stem, label_key)
+        yield from _samples_of_key(archive, key, by_stem, label_key, sets)
     yield from passed_over
 
 
 def _samples_of_key(
-    archive: Archive, key: str, by_stem: dict[str, list[Image]], label_key: str | None
+    archive: Archive, key: str, by_stem: dict[str, list[Image]], label_key: str | None, sets: LabelSets
 ) -> Iterator[Image | PassedOver]:
     """Yield the samples among files with one WebDataset key, which are given by their names up to the last dot."""
     ending = ".cls" if label_key is None else ".json"
@@ -97,7 +102,7 @@ def _samples_of_key(
     for stem, files in by_stem.items():
         rest = files
         if len(images[stem]) == len(labels[stem]) == 1:
-            yield images[stem][0]._replace(label=_label(archive, labels[stem][0], label_key))
+            yield images[stem][0]._replace(label=_label(archive, labels[stem][0], label_key, sets))
             rest = [file for file in files if file not in (images[stem][0], labels[stem][0])]
         elif (images[stem] or labels[stem]) and (stem == key or not has_sample):
             there = f"{plural(len(images[stem]), 'image')} and {plural(len(labels[stem]), f'{ending} file')}"
@@ -128,7 +133,7 @@ def _suffix(file: Image) -> str:
 _WHOLE_NUMBER = re.compile("[+-]?[0-9]{1,20}")  # Python's int() takes 1_0 for ten, and digits of any script
 
 
-def _label(archive: Archive, file: Image, label_key: str | None) -> int:
+def _label(archive: Archive, file: Image, label_key: str | None, sets: LabelSets) -> int:
     location = file.location
     if file.size > _MAX_LABEL_BYTES:
         raise SourceError(f"{location}: {file.size:,} bytes are no label: the limit is {_MAX_LABEL_BYTES:,}")
@@ -139,9 +144,14 @@ def _label(archive: Archive, file: Image, label_key: str | None) -> int:
             label = read_json(text.encode(), _MAX_LABEL_BYTES, name=location)[label_key]
         elif _WHOLE_NUMBER.fullmatch(text):
             label = int(text)
+        elif text.startswith("["):
+            label = read_json(b'{"labels": ' + text.encode() + b"}", 2 * _MAX_LABEL_BYTES, name=location)["labels"]
     except (ValueError, LookupError):
-        raise SourceError(f"{location}: has no field {label_key}: name another with --label-key") from None
-    return checked_label(label, location)
+        wrong = "is no list of numbers: correct it, or name a field of KEY.json with --label-key"
+        if label_key is not None:
+            wrong = f"has no field {label_key}: name another with --label-key"
+        raise SourceError(f"{location}: {wrong}") from None
+    return sets.label(label, location)
 
 
 # Parquet
@@ -152,13 +162,14 @@ _MAX_METADATA_BYTES = 1 << 28
 
 
 def parquet(options: Namespace) -> Sources:
-    """Return the splits and the class names; row groups are unpacked when they are read.
+    """Return the splits and the class names; row groups are unpacked when they are read. Lists are several labels.
 
     Raises:
         SourceError: a damaged file, one without these columns, a label that cannot be, or class names that differ.
     """
     blocks = PackedBlocks(options.out)
     names: list[str] = []
+    sets = LabelSets()
 
     def list_file(path: Path) -> Listed:
         with _opened(path) as file:
@@ -171,9 +182,9 @@ def parquet(options: Namespace) -> Sources:
                     f"{path}: its class names are not those of the files before it: move it out of --source"
                 )
             names[:] = names_here
-            yield from _row_groups(path, file, image, label, blocks)
+            yield from _row_groups(path, file, image, label, blocks, sets)
 
-    return sources_of(options, ".parquet", list_file, names, blocks.read)
+    return sources_of(options, ".parquet", list_file, names, blocks.read, sets.resolve)
 
 
 @contextmanager
@@ -187,7 +198,9 @@ def _opened(path: Path) -> Iterator[Any]:
         raise SourceError(f"{path}: damaged, truncated or not Parquet ({error}): fetch it again") from error
 
 
-def _row_groups(path: Path, file: Any, image: str, label: str, blocks: PackedBlocks) -> Iterator[Image]:
+def _row_groups(
+    path: Path, file: Any, image: str, label: str, blocks: PackedBlocks, sets: LabelSets
+) -> Iterator[Image]:
     types = import_pyarrow().types
     kind, label_kind = (file.schema_arrow.field(name).type for name in (image, label))
     leaf = image
@@ -195,10 +208,13 @@ def _row_groups(path: Path, file: Any, image: str, label: str, blocks: PackedBlo
         leaf, kind = f"{image}.bytes", kind.field("bytes").type
     if not (types.is_binary(kind) or types.is_large_binary(kind)):
         raise SourceError(f"{path}: column {image} is {kind}: name one of image files (binary) with --image-key")
-    if not types.is_integer(label_kind):
-        raise SourceError(f"{path}: column {label} is {label_kind}: name one of whole numbers with --label-key")
+    is_list = types.is_list(label_kind) or types.is_large_list(label_kind)
+    if not types.is_integer(label_kind.value_type if is_list else label_kind):
+        raise SourceError(
+            f"{path}: column {label} is {label_kind}: name one of whole numbers, or of lists of them, with --label-key"
+        )
     labels = [
-        checked_label(value, f"{path}:row {row}")
+        sets.label(value, f"{path}:row {row}")
         for row, value in enumerate(file.read(columns=[label], use_threads=False)[label].to_pylist())
     ]
     first = 0
@@ -229,8 +245,9 @@ def _class_names(schema: Any, label: str) -> list[str]:
     """Return the class names that the package ``datasets`` puts into a file's metadata, where there are any."""
     try:
         metadata = read_json(schema.metadata[b"huggingface"], _MAX_METADATA_BYTES, name="huggingface")
-        return [*map(str, metadata["info"]["features"][label]["names"] or ())]
-    except (KeyError, TypeError, ForeignFileError):
+        feature = metadata["info"]["features"][label]
+        return [*map(str, feature.get("feature", feature)["names"] or ())]  # of a list those of its elements
+    except (KeyError, TypeError, AttributeError, ForeignFileError):
         return []
 
 

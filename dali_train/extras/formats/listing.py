@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dali_train.data.convert.sources import (
     Archive,
@@ -57,30 +58,42 @@ def sources_of(
     list_file: ListFile,
     names: Sequence[str] = (),
     read: Callable[[Image], bytes] = read_range,
+    resolve: Callable[[Mapping[SplitName, Images]], None] | None = None,
 ) -> Sources:
     """Return the splits and the class names of what `list_file` finds in each file whose name ends in `ending`.
 
     Args:
         options: ``source``, ``validation_fraction``, ``group_by``, ``class_names`` and ``seed``, see `DATASETS`.
         names: those of the classes where ``class_names`` has none; without any, the labels as text.
+        resolve: `LabelSets.resolve`, for a format whose images may have several labels.
 
     Raises:
         SourceError: no files, no images in them, or an image whose label has no name.
     """
     splits = list_splits(options.source, ending, list_file, read)
+    if resolve is not None:
+        resolve(splits)
     if options.class_names is not None:
         names = read_class_names(options.class_names)
+    largest = {split: _largest_classes(images) for split, images in splits.items()}
     if not names:
-        names = [str(label) for label in range(1 + max(int(images.labels.max()) for images in splits.values()))]
-    for images in splits.values():
-        nameless = np.flatnonzero(images.labels >= len(names))
+        names = [str(label) for label in range(1 + max(int(classes.max()) for classes in largest.values()))]
+    for split, images in splits.items():
+        nameless = np.flatnonzero(largest[split] >= len(names))
         if len(nameless):
             image = images[int(nameless[0])]
             raise SourceError(
-                f"{image.location}: its label is {image.label}, and there are "
+                f"{image.location}: its label is {largest[split][nameless[0]]}, and there are "
                 f"{len(names)} class names, for labels from 0: give a file with a name for each to --class-names"
             )
     return hold_out(splits, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
+
+
+def _largest_classes(images: Images) -> NDArray[np.int32]:
+    """Return the largest class of each image, (N,); -1 where there is none."""
+    if images.label_sets is None:
+        return images.labels
+    return np.array([max(classes, default=-1) for classes in images.label_sets], dtype=np.int32)[images.labels]
 
 
 def list_splits(

@@ -5,6 +5,8 @@
     file,label,split
     images/0001.jpg,cat,train
     images/0002.jpg,dog,val
+
+With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or none, and an image several rows.
 """
 
 import csv
@@ -25,6 +27,7 @@ from dali_train.data.dataset.manifest import (
     splits_of_words,
 )
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
+from dali_train.extras.formats.label_sets import LabelSets
 from dali_train.extras.formats.listing import Within, find_column, where_it_lies
 
 _FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image", "image_path", "image_id", "id")
@@ -44,8 +47,11 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
         DatasetError: ``options.class_names`` cannot be read, or lacks a class.
     """
     path: Path = options.source
-    rows = list(_rows(path, options.image_key, options.label_key))
-    labels = {row.label for row in rows}
+    separator: str | None = options.label_separator
+    if separator == "":
+        raise SourceError("--label-separator is empty: name what stands between two labels, such as ';'")
+    rows = list(_rows(path, options.image_key, options.label_key, separator))
+    labels = {label for row in rows for label in row.labels}
     is_numbered = all(label.isdecimal() for label in labels)
     if options.class_names is not None:
         names = read_class_names(options.class_names)
@@ -56,8 +62,11 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
     words: set[SplitWord] = {row.split for row in rows if row.split is not None}
     splits = splits_of_words(words) if words else {}
     parts: dict[SplitName, list[Image | PassedOver]] = {}
+    sets = LabelSets()
     for row in rows:
-        image = Image(f"{path.parent}/", row.file, 0, row.size, numbers[row.label])
+        classes = [numbers[label] for label in row.labels]
+        value = classes[0] if separator is None else classes
+        image = Image(f"{path.parent}/", row.file, 0, row.size, sets.label(value, row.file))
         if row.split is None or row.split in splits:
             split: SplitName = "train" if row.split is None else splits[row.split]
             parts.setdefault(split, []).append(image)
@@ -65,22 +74,24 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
             parts.setdefault("train", []).append(PassedOver("", TEST_SPLIT))
     read = Directory(path.parent).read
     images = {split: Images(ImageFiles(part.copy, read), path.parent) for split, part in parts.items()}
+    sets.resolve(images)
     return hold_out(images, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A line of the table, checked."""
+    """An image of the table, checked."""
 
     file: str  # below the table's directory
     size: int  # in bytes
-    label: str
+    labels: list[str]  # one, unless they are separated
     split: SplitWord | None  # None: the table has no such column
 
 
-def _rows(path: Path, image_key: str | None, label_key: str | None) -> Iterator[_Row]:
-    """Yield the rows. Raises SourceError."""
+def _rows(path: Path, image_key: str | None, label_key: str | None, separator: str | None) -> Iterator[_Row]:
+    """Yield the images; with a separator, at the end. Raises SourceError."""
     seen: dict[str, int] = {}
+    merged: dict[str, _Row] = {}
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
@@ -97,21 +108,33 @@ def _rows(path: Path, image_key: str | None, label_key: str | None) -> Iterator[
                         f"{where}: has not one cell under each of the {len(columns)} headings: correct it"
                     )
                 name = _checked_file(path.parent, line[image].strip(), where)
-                if name in seen:
+                if name in seen and separator is None:
                     raise SourceError(
-                        f"{where}: {name} is in line {seen[name]} already: an image has one label, so leave one out"
+                        f"{where}: {name} is in line {seen[name]} already: leave one out; where images have several "
+                        "labels, say what stands between those in one cell: --label-separator ';'"
                     )
-                seen[name] = reader.line_num
                 text = line[label].strip()
-                if not text:
+                if not text and separator is None:
                     raise SourceError(f"{where}: {name} has no label: give it one, or leave it out")
+                labels = [text] if separator is None else [part.strip() for part in text.split(separator)]
                 size = (path.parent / name).stat().st_size
-                yield _Row(name, size, text, _checked_split(line[split], where) if split else None)
+                word = _checked_split(line[split], where) if split else None
+                row = _Row(name, size, [part for part in labels if part], word)
+                if separator is None:
+                    yield row
+                elif name not in merged:
+                    merged[name] = row
+                elif merged[name].split == row.split:
+                    merged[name].labels.extend(row.labels)
+                else:
+                    raise SourceError(f"{where}: {name} is in another split in line {seen[name]}: use one of them")
+                seen[name] = reader.line_num
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise SourceError(f"{path}: cannot be read as a table ({reason}): use CSV in UTF-8 with a heading") from error
     if not seen:
         raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
+    yield from merged.values()
 
 
 def _checked_file(directory: Path, name: str, where: str) -> str:

@@ -15,7 +15,7 @@ from dali_train.commands.data import (
     check_writable,
     directory_or_url,
 )
-from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS, GROUP_BY
+from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS, GROUP_BY, LABEL_SEPARATOR
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import plural, printable
@@ -72,6 +72,7 @@ def add_index_action(actions: Actions) -> None:
     text += "folders, which are called so or by numbers from 0, their order, or their names"
     classes.add_argument("--class-names", type=Path, metavar="FILE", help=text)
     classes.add_argument("--class-order", **CLASS_ORDER)
+    group.add_argument("--label-separator", **LABEL_SEPARATOR)
     for key, feature, others in (
         ("image", "image/encoded", "a column of MDS or of a table"),
         ("label", "image/class/label", "a column of MDS or of a table, or WebDataset's field of KEY.json"),
@@ -89,6 +90,7 @@ _IN_PLACE: dict[str, Any] = {
     "keep_order": False,
     "decode_check": True,
     "on_bad": "fail",
+    "label_separator": None,
 }
 
 
@@ -103,6 +105,8 @@ def _index(options: argparse.Namespace) -> int:
         without |= dict.fromkeys(("image_key", "label_key"))
     else:
         without["class_order"] = CLASS_ORDER["default"]
+    if kind != "table":
+        without["label_separator"] = None
     for name, default in without.items():
         if getattr(options, name) != default:
             what = "TFRecords, which are indexed" if kind is None else f"images that are read in place ({kind})"

@@ -52,6 +52,7 @@ from dali_train.data.dataset.manifest import (
     checksums_path,
     files_path,
     index_path,
+    sets_text,
 )
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.data.dataset.write_index import map_shards, write_array
@@ -237,6 +238,11 @@ def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
                 found.save(saved, listed)
             else:
                 listed = listed_in(saved, str(path))
+            if any(isinstance(entry, Image) and entry.label < -1 for entry in listed):
+                raise SourceError(
+                    f"{bucket.url}/{name}: its images have several labels, which are only indexed on a disk: copy the "
+                    "tars to one, index them, and copy the index"
+                )
             offsets = [entry.offset for entry in listed if isinstance(entry, Image)]
             measured[str(path)] = np.array(offsets, np.uint64), found
             yield from listed
@@ -436,6 +442,7 @@ def _write(
             image_checksums_crc32c=write_array(checksums_path(task.out, split), found.rows["crc32c"][order]),
         )
     files_crc32c = write_array(files_path(task.out), table)
+    label_sets = next(iter(listing.splits.values())).label_sets
     options = {"dataset": task.name, "seed": None if task.keep_order else task.seed, "decode_check": task.decode}
     if task.class_order is not None:
         options["class_order"] = task.class_order
@@ -446,4 +453,6 @@ def _write(
         splits=splits,
         conversion={"options": options, "report": dict(report)},
         in_place=InPlace(source=listing.source, num_files=num_files, files_crc32c=files_crc32c),
+        label_sets=None if label_sets is None else sets_text(label_sets),
+        format_version=1 if label_sets is None else 2,
     ).write(task.out)

@@ -10,7 +10,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,16 @@ def class_names(record: RunStart) -> tuple[str, ...]:
     return _in_words(names) if all(re.fullmatch(r"n\d{8}", name) for name in names) else names
 
 
+def label_names(record: RunStart) -> Callable[[int], str]:
+    """Return a function from a label of the index to the name of its class, or the names of several."""
+    names = class_names(record)
+    label_sets = record.split.label_sets
+    if label_sets is None:
+        return names.__getitem__
+    sets = label_sets
+    return lambda label: ", ".join(names[number] for number in sets[label].tolist() if number >= 0) or "no class"
+
+
 def _in_words(synsets: tuple[str, ...]) -> tuple[str, ...]:
     """Return "tench" for "n01440764". Words of several classes (crane, maillot) get the number too."""
     info, words = ImageNetInfo(), []  # knows the 21,841 synsets of ImageNet-21k as well
@@ -62,7 +72,7 @@ _TILE = 224  # pixels
 
 
 def sample_images(
-    batch: Batch, data: DataConfig, names: tuple[str, ...], count: int
+    batch: Batch, data: DataConfig, names: Callable[[int], str], count: int
 ) -> list[tuple[NDArray[np.uint8], str]]:
     """Return the first `count` images of a batch, (height, width, 3) with the normalisation undone, and captions."""
     pixels = batch.images[:count].float().permute(0, 2, 3, 1).cpu().numpy() * np.array(data.std) + np.array(data.mean)
@@ -71,8 +81,8 @@ def sample_images(
     return list(zip(pixels.round().clip(0, 255).astype(np.uint8), captions, strict=True))
 
 
-def _caption(classes: list[int], weight: float, names: tuple[str, ...]) -> str:
-    image, partner = (printable(names[number]) for number in classes)
+def _caption(labels: list[int], weight: float, names: Callable[[int], str]) -> str:
+    image, partner = (printable(names(label)) for label in labels)
     if image == partner or weight > 0.995:
         return image
     return partner if weight < 0.005 else f"{weight:.0%} {image} + {1 - weight:.0%} {partner}"
@@ -91,7 +101,8 @@ class SampleImages(Hook):
     """``samples.png``: images of the first step that this process trained."""
 
     def start(self, record: RunStart) -> None:
-        self._start, self._names = record, class_names(record)
+        self._start = record
+        self._names = label_names(record)
 
     def step(self, record: StepRecord) -> None:
         if record.step == self._start.start_step + 1:
@@ -170,6 +181,8 @@ class PredictionFiles(Hook):
         self._files: list[str] | None = None  # of the shown images
 
     def evaluation(self, record: EvaluationRecord) -> None:
+        if record.class_scores is not None:
+            self._write_class_scores(record, record.class_scores)
         details = record.details
         if details is None:
             return
@@ -194,6 +207,17 @@ class PredictionFiles(Hook):
             )
             write_table(directory / "confused_pairs.csv", ["truth", "prediction", "images"], pairs)
 
+        self._retire(directory)
+
+    def _write_class_scores(self, record: EvaluationRecord, scores: NDArray[np.float64]) -> None:
+        """Write the table of classes with several labels an image, of which there are no other tables."""
+        directory = self._directory / f"step-{record.step:08d}"
+        weights = "as trained" if record.ema is None else "moving average"
+        split = Split(self._start.config.data.root, "validation", several_labels=True)
+        counts = split.count_classes(split.rows["label"])
+        by_class = zip(self._names, counts.tolist(), scores.tolist(), strict=True)
+        columns = ["class", "images", "average precision", "weights"]
+        write_table(directory / "classes.csv", columns, ([*row, weights] for row in by_class))
         self._retire(directory)
 
     def _retire(self, newest: Path) -> None:

@@ -64,7 +64,7 @@ def describe(manifest: Manifest, splits: Sequence[Split]) -> list[str]:
     """Return lines of text: what the splits hold, and the images' sizes."""
     lines, names = [], manifest.class_names
     for split in splits:
-        counts = np.bincount(split.rows["label"], minlength=manifest.num_classes)
+        counts = split.count_classes(split.rows["label"])
         files = plural(len(split.shards), "shard") if split.files is None else plural(len(split.files), "file")
         lines += [
             f"{split.name}: {len(split):,} images, {manifest.num_classes:,} classes, {files}, "
@@ -89,9 +89,9 @@ def overview(split: Split, *, rows: int, columns: int, seed: int) -> Image.Image
         DatasetError: an image that cannot be decoded.
     """
     chosen = shuffled(np.random.Philox(key=[seed, _SHEET_STREAM]), len(split))[: rows * columns].tolist()
-    names, stored = split.manifest.class_names, open_shards(split).read(np.array(chosen))
+    stored = open_shards(split).read(np.array(chosen))
     pictures = [
-        (picture(split, n, content), [names[int(split.rows[n]["label"])]])
+        (picture(split, n, content), [split.label_text(int(split.rows[n]["label"]))])
         for n, content in zip(chosen, stored, strict=True)
     ]
     sheet = contact_sheet(pictures, columns=columns, side=_TILE)
@@ -107,7 +107,7 @@ def _header(split: Split, width: int) -> Image.Image:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a tenth of a second to import
     from matplotlib.figure import Figure
 
-    counts = np.bincount(split.rows["label"], minlength=split.num_classes)
+    counts = split.count_classes(split.rows["label"])
     panels = {
         "images per class": counts,
         "shorter side, pixels": np.minimum(split.rows["height"], split.rows["width"]),

@@ -352,7 +352,7 @@ def _class_weights(config: Config) -> Iterator[str]:
     if not (metadata_directory(config.data.root) / "dataset.json").exists():
         yield f"class weights  {config.data.root} has no dataset.json, so they are not known yet"
         return
-    split = Split(config.data.root, "train", local=False, exclude=config.data.exclude)
+    split = Split(config.data.root, "train", local=False, exclude=config.data.exclude, several_labels=True)
     classes = training_classes(split)
     for kind, weights in weights_of(config.loss, classes).items():
         title = "class weights" if kind == "class_weights" else "positives"

@@ -78,6 +78,7 @@ class _Classifier:
     class_names: tuple[str, ...]
     applies_orientation: bool  # turns photographs upright, as those that it was trained on were
     decoder: str
+    several_labels: bool = False  # each class has a probability of its own
     hears_libraries: bool = False  # collects what decoders write to the standard error, which is all the process's
 
     def predict(self, images: Sequence[Path], keep: int | None = None) -> ImagePredictions:
@@ -142,9 +143,11 @@ class _Classifier:
                 _with_pil([partial(bytes, content) for content in contents.values()], names, self.data),
                 self.data,
                 keep,
+                several_labels=self.several_labels,
             )
         with temporary_directory() as directory:
-            return _classify(self.model, batches_of(_as_split(contents, directory), self.data), self.data, keep)
+            batches = batches_of(_as_split(contents, directory), self.data)
+            return _classify(self.model, batches, self.data, keep, several_labels=self.several_labels)
 
 
 def predict(
@@ -175,6 +178,7 @@ def predict(
             class_names=tuple(cfg.get("label_names") or map(str, range(count))),
             applies_orientation=bool(getattr(settings, "applies_orientation", False)),
             decoder=decoder,
+            several_labels=bool(getattr(settings, "several_labels", False)),
         )
     return classifier.predict([*map(Path, images)])
 
@@ -213,6 +217,7 @@ def _classifier_of(trained: TrainedModel, decoder: str, *, hears_libraries: bool
         class_names=trained.class_names,
         applies_orientation=trained.applies_orientation,
         decoder=decoder,
+        several_labels=trained.several_labels,
         hears_libraries=hears_libraries,
     )
 
@@ -356,12 +361,25 @@ def draw(picture: Path, predictions: ImagePredictions, names: Sequence[str], *, 
 
 
 @torch.inference_mode()
-def _classify(model: nn.Module, batches: Iterable[torch.Tensor], data: DataConfig, keep: int | None = None) -> Scores:
+def _classify(
+    model: nn.Module,
+    batches: Iterable[torch.Tensor],
+    data: DataConfig,
+    keep: int | None = None,
+    *,
+    several_labels: bool = False,
+) -> Scores:
     """Return the classes, most likely first, and their probabilities, of `batches`, each (n, 3, size, size) float32 and
-    normalised, over the views of data.eval_views; only the top `keep` classes."""
+    normalised, over the views of data.eval_views; only the top `keep` classes.
+
+    Args:
+        several_labels: the probability of each class is that an image has it, whatever else it has.
+    """
     probabilities, classes = [], []
     for images in batches:
-        scores, numbers = logits(model, images, data).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        values = logits(model, images, data)
+        of_each = values.sigmoid() if several_labels else values.softmax(dim=-1)
+        scores, numbers = of_each.sort(dim=-1, descending=True, stable=True)
         probabilities.append(scores[:, :keep].clone())  # a view would hold the memory of all classes
         classes.append(numbers[:, :keep].clone())
     return torch.cat(classes).numpy(), torch.cat(probabilities).numpy()

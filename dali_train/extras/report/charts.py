@@ -14,6 +14,7 @@ STEP_FIELDS, ALL_FIELDS = tuple(STEP_PHASES.values()), tuple(PHASE_NAMES)
 _MOST_POINTS = 2000  # of a curve: more than a screen has pixels
 _MOST_MEASURED = 48
 _EVALUATED_WITH = "cross-entropy"  # whatever loss.name is
+_EVALUATED_WITH_SEVERAL = "binary-cross-entropy"  # with several labels an image
 _NAME = 60  # characters of a name in a legend
 
 
@@ -45,6 +46,20 @@ SECTIONS = {
                 "eval/decisive_top1": "top-1",
                 "eval/decisive_balanced_top1": "mean over classes",
                 "eval/top1_without_ema": "without EMA",
+            },
+            percent=True,
+        ),
+        Chart(
+            title="Mean average precision on the validation images",
+            fields={"eval/decisive_mean_ap": "mAP"},
+            percent=True,
+        ),
+        Chart(
+            title="F1 on the validation images",
+            fields={
+                "eval/decisive_micro_f1": "micro",
+                "eval/decisive_macro_f1": "macro",
+                "eval/decisive_sample_f1": "per image",
             },
             percent=True,
         ),
@@ -148,10 +163,12 @@ def sections(runs: list[ReportedRun]) -> dict[str, list[Chart]]:
 def _with_losses(chart: Chart, runs: list[ReportedRun]) -> Chart:
     """Return `chart` with the names of the losses in its legend, if a run trains with another than the evaluation's."""
     trained_with = {run.config.loss.name for run in runs}
-    if "train/loss" not in chart.fields or trained_with == {_EVALUATED_WITH}:
+    has_several = any("mean_ap" in event for run in runs for event in run.evaluations)
+    evaluated_with = _EVALUATED_WITH_SEVERAL if has_several else _EVALUATED_WITH
+    if "train/loss" not in chart.fields or trained_with == {evaluated_with}:
         return chart
     losses = {"train/loss": printable(" or ".join(sorted(trained_with)))}
-    fields = {key: f"{name} ({losses.get(key, _EVALUATED_WITH)})" for key, name in chart.fields.items()}
+    fields = {key: f"{name} ({losses.get(key, evaluated_with)})" for key, name in chart.fields.items()}
     return replace(chart, fields=fields)
 
 

@@ -304,9 +304,10 @@ def _best(run: ReportedRun) -> str:
     balanced = decisive(best, "balanced_top1") if "balanced_top1" in best else decisive(best, "top1")
     num_views = best.get("num_views", 1)
     views = f", the mean of {num_views} views of each" if num_views > 1 else ""
+    mean_ap = f", mAP {decisive(best, 'mean_ap'):.2%}" if "mean_ap" in best else ""
     mean = f", mean over classes {balanced:.2%}" if abs(balanced - decisive(best, "top1")) > 5e-5 else ""
     return (
-        f"{decisive(best, 'top1'):.2%}{which} (top-5 {decisive(best, 'top5'):.2%}{mean}) at epoch "
+        f"{decisive(best, 'top1'):.2%}{which} (top-5 {decisive(best, 'top5'):.2%}{mean}{mean_ap}) at epoch "
         f"{best['epoch']:.2f}{raw}, {plural(best['num_images'], 'image')}{views}"
         f"{f'; published {published:.2%}' if published is not None else ''}"
     )
@@ -389,7 +390,8 @@ def _worst(run: ReportedRun) -> str:
     )
     name = "class" if len(worst) == len(rows) else f"{NUM_WORST} classes with the lowest accuracy"
     average = " of the EMA" if _of_average(run) else ""
-    return table((name, "images", f"top-1{average}", ""), cells, "wide")
+    measure = "average precision" if any(row.measure == "average precision" for row in worst) else "top-1"
+    return table((name, "images", f"{measure}{average}", ""), cells, "wide")
 
 
 def _of_average(run: ReportedRun) -> bool:

@@ -31,6 +31,7 @@ from dali_train.text import printable
 
 Row = TypeVar("Row")
 _READ = ("config.json", "environment.json", METRICS, "samples.png", "predictions")
+_DECISIVE = ("top1", "top5", "balanced_top1", "mean_ap", "micro_f1", "macro_f1", "sample_f1")
 _LARGEST_METRICS, _METRICS_READ = 1 << 30, 20 << 20  # bytes; a line of a step has about a thousand
 _LARGEST_TABLE = 50_000_000  # bytes; that of 21,841 classes has 2 MB
 
@@ -46,8 +47,9 @@ class Prediction(NamedTuple):
 class ClassAccuracy(NamedTuple):
     name: str
     images: int
-    accuracy: float  # a fraction; NaN without images
+    accuracy: float  # a fraction, whatever `measure` it is; NaN without images
     weights: str  # which; empty: not known
+    measure: str  # accuracy, or average precision with several labels an image
 
 
 class ConfusedPair(NamedTuple):
@@ -69,7 +71,7 @@ class PredictionTables:
         self.predictions = _read(newest / "predictions.csv", _prediction)
         self.classes = _read(
             newest / "classes.csv",
-            lambda head, row: ClassAccuracy(row[0], _count(row[1]), float(row[2]), "".join(row[3:4])),
+            lambda head, row: ClassAccuracy(row[0], _count(row[1]), float(row[2]), "".join(row[3:4]), head[2]),
         )
         self.pairs = _read(
             newest / "confused_pairs.csv", lambda head, row: ConfusedPair(row[0], row[1], _count(row[2]))
@@ -169,7 +171,7 @@ class ReportedRun(RunDirectory):
         for event in self.events:
             if event["event"] == "eval":
                 without = {"top1_without_ema": event["top1"]} if "ema_top1" in event else {}
-                names = [name for name in ("top1", "top5", "balanced_top1") if name in event]
+                names = [name for name in _DECISIVE if name in event]
                 accuracies = {f"decisive_{name}": decisive(event, name) for name in names}
                 evaluations.append(event | accuracies | without)
         return evaluations

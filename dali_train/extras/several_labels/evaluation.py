@@ -1,0 +1,147 @@
+"""An exact evaluation with several labels an image: average precision by class, and F1 at a probability of one half.
+
+Every rank has the scores of its own images; their sum over the ranks is the scores of all, each image once, from which
+every rank computes the same numbers in float64.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from dali_train.extras.several_labels import multi_hot, padded_for
+from dali_train.text import printable
+from dali_train.training.metrics import EvaluationResult, Evaluator, Totals
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralLabelsResult(EvaluationResult):
+    """The loss is binary cross-entropy, the mean over images and classes. Top-1 and top-5 are shares of the images with
+    any label: one of these is the most probable class, or among the five. All other measures are of all images."""
+
+    mean_ap: float  # mean of `average_precisions` over the classes that have images
+    micro_f1: float
+    macro_f1: float
+    sample_f1: float
+
+    MEASURES: ClassVar[tuple[str, ...]] = (*EvaluationResult.MEASURES, "mean_ap", "micro_f1", "macro_f1", "sample_f1")
+
+    @property
+    def more(self) -> str:
+        f1 = f"{self.micro_f1:.2%} micro, {self.macro_f1:.2%} macro, {self.sample_f1:.2%} per image"
+        return f"  mAP {self.mean_ap:.2%}  F1 {f1}{super().more}"
+
+
+class SeveralLabelsEvaluator(Evaluator):
+    """An evaluator of a split whose labels number sets of classes. It has no `details`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "num_shown": 0})
+        assert self._split.label_sets is not None
+        self._padded = padded_for(self._split.label_sets, self._num_classes, self._device)
+        is_there = self._split.label_sets[self._labels] >= 0
+        self._num_labelled = int(is_there.any(axis=1).sum())
+        self.class_scores: NDArray[np.float64] | None = None
+
+    def _zeros(self) -> Totals:
+        dtype = self._dtype or torch.float32
+        return Totals(
+            sums=torch.zeros(4, dtype=torch.float64, device=self._device),
+            correct=torch.zeros(0, dtype=torch.int64, device=self._device),
+            predictions=torch.zeros(0, dtype=torch.int64, device=self._device),
+            scores=torch.zeros(self._num_images, self._num_classes, dtype=dtype, device=self._device),
+        )
+
+    def _add(self, totals: Totals, logits: torch.Tensor, labels: torch.Tensor, numbers: NDArray[np.int64]) -> None:
+        totals.scores[int(numbers[0]) : int(numbers[-1]) + 1] = logits  # images that follow each other in the split
+        own = multi_hot(self._padded, labels, self._num_classes, logits.dtype)
+        best = logits.masked_fill(own == 0, -math.inf).amax(dim=1, keepdim=True)
+        ranks = (logits > best).sum(dim=1)  # classes that score above the best of its own
+        has_none = (own == 0).all(dim=1) | logits.isnan().any(dim=1)
+        ranks.masked_fill_(has_none, logits.shape[1] + 5)
+        loss = F.binary_cross_entropy_with_logits(logits, own, reduction="none").mean(dim=1).sum().double()
+        top1 = (ranks < 1).sum().double()
+        top5 = (ranks < 5).sum().double()
+        count = torch.full((), len(labels), dtype=torch.float64, device=self._device)
+        totals.sums.add_(torch.stack([loss, top1, top5, count]))
+
+    def _result(self, totals: Totals, seconds: float) -> SeveralLabelsResult:
+        loss, top1, top5, count = totals.sums.tolist()
+        assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
+        scores = totals.scores.cpu().numpy()
+        own = self._own()
+        self.class_scores = average_precisions(scores, own)
+        micro, macro, sample = f1_scores(scores > 0, own)  # a probability over one half
+        labelled = max(1, self._num_labelled)
+        return SeveralLabelsResult(
+            loss=loss / count,
+            top1=top1 / labelled,
+            top5=top5 / labelled,
+            balanced_top1=top1 / labelled,  # which class an image counts for is not defined: not another number
+            num_images=int(count),
+            num_views=len(self._views),
+            seconds=seconds,
+            mean_ap=float(np.nanmean(self.class_scores)),
+            micro_f1=micro,
+            macro_f1=macro,
+            sample_f1=sample,
+        )
+
+    def _own(self) -> NDArray[np.bool_]:
+        """Return which classes each image has, (images, classes)."""
+        assert self._split.label_sets is not None
+        table = np.zeros((len(self._split.label_sets), self._num_classes + 1), dtype=np.bool_)
+        np.put_along_axis(table, self._split.label_sets, values=True, axis=1)  # -1, the padding, is the last column
+        return table[self._labels, :-1]
+
+    def describe_classes(self, names: Sequence[str]) -> list[str]:
+        """Return lines to print: the classes with the lowest average precision of the last evaluation."""
+        scores = self.class_scores
+        assert scores is not None
+        counts = self._split.count_classes(self._labels)
+        lowest = sorted(np.flatnonzero(counts).tolist(), key=lambda number: scores[number])[:5]
+        words = [f"{printable(names[one])} ({scores[one]:.1%} of {counts[one]})" for one in lowest]
+        return [f"lowest average precision: {', '.join(words)}"]
+
+
+def average_precisions(scores: NDArray[np.floating], own: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the average precision of each class, (classes,): the sum over the distinct scores, from the highest down,
+    of the precision there times the increase in recall, as scikit-learn's ``average_precision_score``. NaN for classes
+    without images.
+
+    Args:
+        scores: (images, classes).
+        own: which classes each image has, (images, classes).
+    """
+    result = np.full(scores.shape[1], np.nan)
+    for number in np.flatnonzero(own.any(axis=0)):
+        order = np.argsort(-scores[:, number], kind="stable")
+        sorted_scores = scores[order, number]
+        # The last image of each distinct score; images with equal scores are found together.
+        last = np.append(np.flatnonzero(np.diff(sorted_scores)), len(order) - 1)
+        found = np.cumsum(own[order, number])[last].astype(np.float64)
+        precision = found / (last + 1)
+        recall = found / found[-1]
+        result[number] = np.sum(np.diff(recall, prepend=0.0) * precision)
+    return result
+
+
+def f1_scores(predicted: NDArray[np.bool_], own: NDArray[np.bool_]) -> tuple[float, float, float]:
+    """Return F1 of all pairs of image and class together, the mean over the classes, and the mean over the images, as
+    scikit-learn's ``f1_score`` with average micro, macro and samples, and 0 where it is not defined.
+
+    Args:
+        predicted, own: (images, classes).
+    """
+    hits = predicted & own
+
+    def f1(axis: int | None) -> NDArray[np.float64]:
+        both = np.sum(predicted, axis=axis) + np.sum(own, axis=axis)
+        return np.where(both > 0, 2 * np.sum(hits, axis=axis) / np.maximum(both, 1), 0.0)
+
+    return float(f1(None)), float(f1(0).mean()), float(f1(1).mean())

@@ -1,0 +1,357 @@
+"""Several labels an image, from a table to the measurements: against timm's losses and scikit-learn's measures."""
+
+import csv
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, f1_score
+from timm.data.mixup import mixup_target
+from torch import nn
+
+from dali_train import TrainLoader
+from dali_train.cli import main
+from dali_train.config import ConfigError, LossConfig, MixupConfig, load_config
+from dali_train.config.sections import SEVERAL_LABELS_LOSSES
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.tfrecord import parse_example, walk_records
+from dali_train.data.loading.loader_arguments import pixel_format
+from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.errors import DatasetError
+from dali_train.extras.proof.prove import prove
+from dali_train.extras.several_labels import BINARY_TARGETS
+from dali_train.extras.several_labels.evaluation import SeveralLabelsEvaluator, average_precisions, f1_scores
+from dali_train.parallel.layout import Layout
+from dali_train.runtime.launch import Launch, LaunchOptions
+from dali_train.runtime.process_group import joined
+from dali_train.training.build import prepare, training_classes
+from dali_train.training.loss import TrainingClasses, make_objective
+from dali_train.training.precision import Precision
+from tests.config.test_config import config as config_of
+from tests.conftest import TINY_CONFIG, Train, jpeg, photograph
+from tests.helpers import Compared, events, in_ranks, losses, state_difference, words
+
+NAMES = ("bear", "cat", "dog", "eel", "fox")
+NUM_IMAGES = {"train": 50, "val": 13}
+CPU = torch.device("cpu")
+
+
+def classes_of(number: int) -> tuple[int, ...]:
+    """Of an image: none, one, or several."""
+    return tuple(one for one in range(5) if (number * 11 + one) % (3 + one) == 0)
+
+
+def write_table(directory: Path) -> Path:
+    """Images beside a table of all their labels; some have several rows."""
+    directory.mkdir(parents=True)
+    rows = [("file", "label", "split")]
+    for split, count in NUM_IMAGES.items():
+        for number in range(count):
+            name = f"{split}-{number:03d}.jpg"
+            (directory / name).write_bytes(jpeg(photograph(number, 30 + 7 * (number % 9), 80 - 5 * (number % 11))))
+            own = [NAMES[one] for one in classes_of(number)]
+            cells = own[:1], own[1:]
+            rows += [(name, "; ".join(cell), split) for cell in (cells if number % 3 == 0 else (own,))]
+    with (directory / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return directory / "labels.csv"
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_table(tmp_path_factory.mktemp("table") / "images")
+
+
+@pytest.fixture(scope="module")
+def several(table: Path) -> Path:
+    """The index in place of the table."""
+    out = table.parent.parent / "index"
+    assert main(["data", "index", str(table), "--out", str(out), "--label-separator", ";"]) == 0
+    return out
+
+
+@pytest.fixture
+def several_config(several: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "several.py"
+    path.write_text(TINY_CONFIG.format(root=str(several)))
+    return path
+
+
+def labels_by_file(root: Path) -> dict[str, tuple[int, ...]]:
+    labels = {}
+    for name in ("train", "validation"):
+        split = Split(root, name, several_labels=True)  # type: ignore[arg-type]
+        assert split.label_sets is not None
+        for file, label in zip(split.file_names(), split.rows["label"], strict=True):
+            classes = split.label_sets[label]
+            labels[Path(file).name] = tuple(classes[classes >= 0].tolist())
+    return labels
+
+
+EXPECTED = {
+    f"{split}-{number:03d}.jpg": classes_of(number) for split, count in NUM_IMAGES.items() for number in range(count)
+}
+
+
+def test_index_and_records_have_all_labels(several: Path, table: Path, tmp_path: Path) -> None:
+    assert {len(classes) for classes in EXPECTED.values()} >= {0, 1, 2, 3}
+    assert labels_by_file(several) == EXPECTED
+    assert Manifest.read(several).class_names == NAMES
+    counts = training_classes(Split(several, "train", several_labels=True)).counts
+    assert counts.tolist() == [sum(one in classes_of(n) for n in range(50)) for one in range(5)]
+    converted = tmp_path / "converted"
+    arguments = ["--source", str(table), "--out", str(converted), "--label-separator", ";"]
+    assert main(["data", "convert", "table", *arguments]) == 0
+    assert labels_by_file(converted) == EXPECTED
+    assert main(["data", "verify", str(converted)]) == 0
+    path = next((converted / "train").iterdir())
+    content = memoryview(path.read_bytes())
+    for record in walk_records(content, path, check_payload=True):
+        features = parse_example(content, record, path)
+        (name,) = (bytes(content[slice(*span)]).decode() for span in features["image/filename"].spans)
+        assert features["image/class/labels"].integers == tuple(1 + one for one in EXPECTED[name])
+        assert "image/class/label" not in features  # who expects one label must not find the number of a set
+
+
+def test_tables_that_contradict_themselves_are_refused(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, separator, message in (
+        (
+            "file,label\n{0},cat\n{0},dog\n",
+            None,
+            "is in line 2 already: leave one out; where images have several labels",
+        ),
+        ("file,label,split\n{0},cat,train\n{0},dog,val\n", ";", "is in another split in line 2"),
+        ("file,label\n{0},\n", ";", "no image has any label"),
+        ("file,label\n{0},cat\n", "", "--label-separator is empty"),
+    ):
+        path = table.with_name("wrong.csv")
+        path.write_text(text.format("train-000.jpg"))
+        more = [] if separator is None else ["--label-separator", separator]
+        assert main(["data", "index", str(path), "--out", str(tmp_path / "index"), *more]) == 2
+        assert message in capsys.readouterr().err
+        path.unlink()
+
+
+def test_lists_of_webdataset_and_parquet(tmp_path: Path) -> None:
+    lists = [[3, 0], [], 2, [1, 1, 4]]  # a class that is given twice counts once, and a number is a list of one
+    picture = jpeg(photograph(1, 40, 40))
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars" / "train.tar", "w") as tar:
+        for number, value in enumerate(lists):
+            kinds = (
+                ("jpg", picture),
+                ("cls", json.dumps(value).encode()),
+                ("json", b'{"all": %s}' % json.dumps(value).encode()),
+            )
+            for kind, content in kinds:
+                member = tarfile.TarInfo(f"{number}.{kind}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    expected = sorted([(0, 3), (), (2,), (1, 4)])
+    for name, more in (("cls", []), ("json", ["--label-key", "all"])):
+        out = tmp_path / name
+        assert main(["data", "index", str(tmp_path / "tars"), "--out", str(out), *more]) == 0
+        assert sorted(sets_in(out)) == expected
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    values = [value if isinstance(value, list) else [value] for value in lists]
+    columns = {"image": [{"bytes": picture}] * 4, "label": pyarrow.array(values, pyarrow.list_(pyarrow.int64()))}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
+    arguments = ["--source", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "parquet")]
+    assert main(["data", "convert", "parquet", *arguments]) == 0
+    assert sorted(sets_in(tmp_path / "parquet")) == expected
+
+
+def sets_in(root: Path) -> list[tuple[int, ...]]:
+    split = Split(root, "train", several_labels=True)
+    assert split.label_sets is not None
+    return [tuple(one for one in split.label_sets[label].tolist() if one >= 0) for label in split.rows["label"]]
+
+
+def test_what_needs_one_label_refuses_several(
+    several: Path, several_config: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="its images have several labels, and this needs one"):
+        Split(several, "train")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(several, damaged)
+    for label_sets, message in (
+        ("0,5", "label_sets has class 5 of 5"),
+        ("9" * 5000, "label_sets is '9"),
+        ("0 1,2;", "label_sets is"),
+    ):
+        values = json.loads((several / "dataset.json").read_text())
+        (damaged / "dataset.json").write_text(json.dumps(values | {"label_sets": label_sets}))
+        with pytest.raises(DatasetError, match=message):
+            Split(damaged, "train", several_labels=True)
+    with pytest.raises(ConfigError, match="several labels"):
+        TrainLoader(str(several), batch_size=4)
+    assert main(["data", "subset", str(several), "--classes", "2", "--out", str(tmp_path / "two")]) == 2
+    plain = load_config(several_config)
+    binary = plain.replace({"loss.name": "binary-cross-entropy"})
+    for config, message in (
+        (
+            plain,
+            "loss.name cross-entropy is for one label an image, and .* has several: use binary-cross-entropy, asym",
+        ),
+        (binary.replace({"data.shuffle": "balanced"}), "data.shuffle balanced is for one label"),
+        (binary.replace({"hooks.ledger": True}), "hooks.ledger true is for one label"),
+        (binary.replace({"run.best_by": "balanced-top1"}), "run.best_by balanced-top1 is for .* use mean-ap"),
+        (binary.replace({"loss.name": "zlpr", "mixup.alpha": 0.2}), "mixup.alpha, .* is for one label"),
+        (binary.replace({"loss.name": "two-way", "loss.label_smoothing": 0.1}), "loss.label_smoothing is for one"),
+        (plain.replace({"data.root": str(dataset), "loss.name": "poly"}), "loss.name is poly, which is for several"),
+        (plain.replace({"data.root": str(dataset), "run.best_by": "mean-ap"}), "run.best_by is mean-ap, which is for"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prepare(config, Launch(world_size=1, port=1), CPU)
+
+
+def logits_and_sets() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    logits = torch.randn(8, 5) * 3
+    targets = torch.stack([torch.arange(8), torch.arange(8).flip(0)], dim=1)  # partners in reverse order, as in timm
+    return logits, targets, torch.full((8,), 0.7)
+
+
+CLASSES = TrainingClasses(
+    names=NAMES,
+    counts=np.array([4, 1, 3, 2, 5]),
+    num_images=9,
+    label_sets=np.array([(0, 1), (2, -1), (-1, -1), (4, 0), (3, -1), (1, 4), (2, 3), (0, -1)], dtype=np.int32),
+)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["binary-cross-entropy", *SEVERAL_LABELS_LOSSES])
+def test_losses_are_timms(name: str, smoothing: float, mixes: bool) -> None:
+    """As timm's train.py builds them: with Mixup, that smooths the targets instead of the loss."""
+    create = pytest.importorskip("timm.loss._loss_factory").create_classification_loss
+    if name in BINARY_TARGETS and (smoothing or mixes):
+        pytest.skip("timm refuses it too")
+    kinds = {"binary-cross-entropy": "bce", "asymmetric": "asl", "two-way": "twoway", "distribution-balanced": "db"}
+    more: dict[str, Any] = {"class_counts": CLASSES.counts.tolist(), "num_samples": 9} if name[0] == "d" else {}
+    arguments: dict[str, Any] = {}
+    if name == "asymmetric":
+        arguments = {"gamma_neg": 3.0, "clip": 0.1}
+        more = {"asl_gamma_neg": 3.0, "asl_clip": 0.1, "pos_weight": 2.0}
+    theirs = create(kinds.get(name, name), multi_label=True, smoothing=smoothing, soft_targets=mixes, **more)
+    logits, targets, lambdas = logits_and_sets()
+    lambdas = lambdas if mixes else torch.ones(8)
+    hot = torch.zeros(8, 5)
+    for row, classes in enumerate(CLASSES.label_sets.tolist()):
+        hot[row, [one for one in classes if one >= 0]] = 1
+    soft = mixup_target(hot, 5, lam=0.7, smoothing=smoothing, multi_label=True) if mixes else hot
+    positive = 2.0 if name == "asymmetric" else 1.0
+    loss = LossConfig(name=name, label_smoothing=smoothing, kwargs=arguments, positive_weight=positive)
+    settings = config_of(loss=loss, mixup=MixupConfig(alpha=0.2 if mixes else 0.0))
+    objective = make_objective(settings, nn.Identity(), 5, CPU, CLASSES)
+    ours, _ = objective(logits, logits, targets, lambdas)
+    torch.testing.assert_close(ours, theirs(logits, soft))
+    right = sum(bool(hot[row, best]) for row, best in enumerate(logits.argmax(1).tolist()))
+    assert int(objective.count_correct(logits, targets)) == right
+
+
+def test_arguments_that_a_loss_does_not_take_are_named() -> None:
+    settings = config_of(loss=LossConfig(name="poly", kwargs={"gama": 1}))
+    with pytest.raises(
+        ConfigError, match=r"loss\.kwargs: timm.loss.PolyBinaryCrossEntropy .* does not take them .*gama"
+    ):
+        make_objective(settings, nn.Identity(), 5, CPU, CLASSES)
+
+
+def test_measures_are_scikit_learns() -> None:
+    random = np.random.default_rng(0)
+    own = random.random((300, 6)) < np.array([0.5, 0.1, 0.02, 0.9, 0.3, 0])
+    scores = random.normal(size=(300, 6)) + own
+    scores[:, 4] = scores[:, 4].round(1)  # equal scores
+    theirs = average_precision_score(own[:, :5], scores[:, :5], average=None)
+    np.testing.assert_allclose(average_precisions(scores, own)[:5], theirs, rtol=0, atol=1e-12)
+    assert np.isnan(average_precisions(scores, own)[5])
+    for ours, average in zip(f1_scores(scores > 0, own), ("micro", "macro", "samples"), strict=True):
+        assert ours == pytest.approx(f1_score(own, scores > 0, average=average, zero_division=0), abs=1e-12)
+
+
+class FirstPixels(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images[:, 0, 3, 3:8] * 4
+
+
+def _evaluate(rank: int, ranks: int, config_file: str, out: str) -> None:
+    config = load_config(config_file).replace({"batch.micro_batch": 4})
+    split = Split(config.data.root, "validation", several_labels=True)
+    with joined(LaunchOptions(), config) as (launch, device):
+        layout = Layout.from_config(launch, config.parallel)
+        evaluator = SeveralLabelsEvaluator(split, config, device, layout, num_threads=1, num_shown=3)
+        result = evaluator.run(FirstPixels(), Precision(config.precision, device).autocast())
+    if rank == 0:
+        values = {**vars(result), "seconds": 0.0}
+        Path(out).write_text(json.dumps(values))
+
+
+def test_an_evaluation_is_the_same_on_any_number_of_ranks(several_config: Path, tmp_path: Path) -> None:
+    results = []
+    for ranks in (1, 2, 3):
+        out = tmp_path / f"{ranks}.json"
+        in_ranks(ranks, _evaluate, ranks, str(several_config), str(out))
+        results.append(json.loads(out.read_text()))
+    config = load_config(several_config)
+    split = Split(config.data.root, "validation", several_labels=True)
+    pipeline = EvaluationPipeline(split, [np.arange(13)], config.data, pixel_format(config, CPU, 1))
+    images, _ = pipeline.run()
+    scores = FirstPixels()(images).double().numpy()
+    own = np.array([[one in EXPECTED[Path(file).name] for one in range(5)] for file in split.file_names()])
+    present = own.any(axis=0)
+    for result in results:
+        theirs = average_precision_score(own[:, present], scores[:, present], average="macro")
+        assert result["mean_ap"] == pytest.approx(theirs, abs=1e-12)
+        assert result["micro_f1"] == pytest.approx(f1_score(own, scores > 0, average="micro"), abs=1e-12)
+        labelled = own.any(axis=1)
+        assert result["top1"] == own[labelled, scores[labelled].argmax(1)].mean()
+        assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-12)
+    assert len({result["mean_ap"] for result in results}) == 1
+
+
+RUN = words(
+    "--loss.name binary-cross-entropy --loss.label_smoothing 0.1 --loss.class_weights effective-0.9 "
+    "--loss.positive_weight balanced --mixup.alpha 0.2 --mixup.cutmix_alpha 1 --run.best_by mean-ap --ema.decay 0.5 "
+    "--precision.dtype fp64"
+)
+ON_SEVERAL = Compared(RUN, 3, resumed=True)
+SHORT = words("--run.epochs 2 --schedule.warmup_epochs 1")
+
+
+def test_a_run_does_not_depend_on_ranks_and_resumes_with_the_same_bits(
+    several_config: Path, train: Train, run_command: Train, tmp_path: Path
+) -> None:
+    train("one", *RUN, *SHORT, config=several_config)
+    train("three", *RUN, *SHORT, config=several_config, ranks=ON_SEVERAL.ranks)
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    assert ON_SEVERAL.bound is not None
+    assert state_difference(tmp_path / "one", tmp_path / "three") < ON_SEVERAL.bound
+    train("resumed", *RUN, *SHORT, "--run.max_steps", "2", config=several_config)
+    log = train("resumed", *RUN, *SHORT, config=several_config)
+    assert "resuming from step 2" in log
+    assert state_difference(tmp_path / "one", tmp_path / "resumed") == 0
+    assert prove(tmp_path / "resumed", dataset=None, all_draws=True)
+    first, last = events(tmp_path / "resumed", "eval")
+    best = max((first, last), key=lambda event: (event["ema_mean_ap"], event["step"]))
+    assert (tmp_path / "resumed" / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"
+    assert f"mAP {last['mean_ap']:.2%}  F1 {last['micro_f1']:.2%} micro, {last['macro_f1']:.2%} macro" in log
+    printed = run_command("eval", str(tmp_path / "resumed"), "--checkpoint", "newest")
+    assert f"mAP {last['ema_mean_ap']:.2%}" in printed and "lowest average precision: " in printed
+    rows = list(csv.DictReader((tmp_path / "resumed" / "predictions" / "step-00000004" / "classes.csv").open()))
+    assert [row["class"] for row in rows] == [*NAMES]
+    scores = [float(row["average precision"]) for row in rows]
+    assert np.nanmean(scores) == pytest.approx(last["ema_mean_ap"])
+    report = (tmp_path / "resumed" / "report" / "index.html").read_text()
+    assert "Mean average precision" in report and f"mAP {best['ema_mean_ap']:.2%}" in report
