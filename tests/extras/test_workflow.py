@@ -168,7 +168,7 @@ def test_a_retry_on_an_empty_disk_continues(place: Path, tmp_path: Path) -> None
                 workflow.Machine(work=str(tmp_path / work)),
             )
 
-    for seconds in (0.1, 2.0, 20.0):  # on a busy machine the first are over before training begins
+    for seconds in (0.1, 2.0, 20.0, 60.0):  # on a busy machine the first are over before training begins
         with pytest.raises(flyte.errors.RuntimeUserError, match="stopped") as stopped:
             attempt("first", max_seconds=seconds)
         if "before training began" not in str(stopped.value):
