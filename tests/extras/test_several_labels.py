@@ -120,6 +120,27 @@ def test_index_and_records_have_all_labels(several: Path, table: Path, tmp_path:
         assert "image/class/label" not in features  # who expects one label must not find the number of a set
 
 
+def test_a_column_for_each_class(table: Path, tmp_path: Path) -> None:
+    """Of which one may have no images."""
+    path = table.with_name("hot.csv")
+    heads = ["id", "split", "fox", "cow", *NAMES[:4]]
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(heads)
+        for name, classes in EXPECTED.items():
+            own = {NAMES[number] for number in classes}
+            cells = ["1" if head in own else "-1" if number % 2 else "0" for number, head in enumerate(heads[2:])]
+            rows.writerow([name, name.partition("-")[0], *cells])
+    assert main(["data", "index", str(path), "--out", str(tmp_path / "index"), "--multi-hot"]) == 0
+    assert Manifest.read(tmp_path / "index").class_names == tuple(heads[2:])
+    numbers = {number: heads[2:].index(name) for number, name in enumerate(NAMES)}
+    expected = {name: tuple(sorted(numbers[one] for one in classes)) for name, classes in EXPECTED.items()}
+    assert labels_by_file(tmp_path / "index") == expected
+    path.write_text(path.read_text().replace(",-1", ",2", 1))
+    assert main(["data", "index", str(path), "--out", str(tmp_path / "wrong"), "--multi-hot"]) == 2
+    path.unlink()
+
+
 def test_tables_that_contradict_themselves_are_refused(
     table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

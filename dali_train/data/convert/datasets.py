@@ -56,6 +56,11 @@ LABEL_SEPARATOR: Mapping[str, Any] = {
     "help": "of a table whose images have several labels: what stands between those in one cell, such as ';'; an image "
     "may also have several rows, or no label",
 }
+MULTI_HOT: Mapping[str, Any] = {
+    "action": "store_true",
+    "help": "of a table: every column but the files' and the splits' is a class, with 1 for the images that have it, "
+    "and 0 or -1 for the others",
+}
 _SHARDS: Arguments = {
     "--source": {
         "type": Path,
@@ -253,6 +258,7 @@ DATASETS: dict[str, Converter] = {
             "--image-key": {"metavar": "NAME", "help": "the column of the files (default: file, path, image, ...)"},
             **_label_key("the column of the labels (default: label, class, category, ...)"),
             "--label-separator": LABEL_SEPARATOR,
+            "--multi-hot": MULTI_HOT,
         },
         applies_orientation=True,
     ),

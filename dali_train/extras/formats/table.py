@@ -6,7 +6,11 @@
     images/0001.jpg,cat,train
     images/0002.jpg,dog,val
 
-With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or none, and an image several rows.
+With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or none, and an image several rows. With
+``--multi-hot`` every other column is a class::
+
+    file,cat,dog
+    images/0001.jpg,1,0
 """
 
 import csv
@@ -50,14 +54,18 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
     separator: str | None = options.label_separator
     if separator == "":
         raise SourceError("--label-separator is empty: name what stands between two labels, such as ';'")
-    rows = list(_rows(path, options.image_key, options.label_key, separator))
-    labels = {label for row in rows for label in row.labels}
+    if separator is not None and options.multi_hot:
+        raise SourceError("--label-separator with --multi-hot, whose columns are the classes: use one of them")
+    has_several = separator is not None or options.multi_hot
+    class_columns: list[str] | None = [] if options.multi_hot else None
+    rows = list(_rows(path, options.image_key, options.label_key, separator, class_columns))
+    labels = class_columns or {label for row in rows for label in row.labels}
     is_numbered = all(label.isdecimal() for label in labels)
     if options.class_names is not None:
         names = read_class_names(options.class_names)
         numbers = number_classes(labels, names, options.class_names)
     else:
-        names = order_classes(labels, "natural" if is_numbered else "name")
+        names = class_columns or order_classes(labels, "natural" if is_numbered else "name")
         numbers = {name: number for number, name in enumerate(names)}
     words: set[SplitWord] = {row.split for row in rows if row.split is not None}
     splits = splits_of_words(words) if words else {}
@@ -65,7 +73,7 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
     sets = LabelSets()
     for row in rows:
         classes = [numbers[label] for label in row.labels]
-        value = classes[0] if separator is None else classes
+        value = classes if has_several else classes[0]
         image = Image(f"{path.parent}/", row.file, 0, row.size, sets.label(value, row.file))
         if row.split is None or row.split in splits:
             split: SplitName = "train" if row.split is None else splits[row.split]
@@ -88,8 +96,21 @@ class _Row:
     split: SplitWord | None  # None: the table has no such column
 
 
-def _rows(path: Path, image_key: str | None, label_key: str | None, separator: str | None) -> Iterator[_Row]:
-    """Yield the images; with a separator, at the end. Raises SourceError."""
+def _rows(
+    path: Path,
+    image_key: str | None,
+    label_key: str | None,
+    separator: str | None,
+    class_columns: list[str] | None,
+) -> Iterator[_Row]:
+    """Yield the images; with a separator, at the end.
+
+    Args:
+        class_columns: a list for the columns that are classes; None: the column of the labels names them.
+
+    Raises:
+        SourceError: see `table`.
+    """
     seen: dict[str, int] = {}
     merged: dict[str, _Row] = {}
     try:
@@ -99,8 +120,12 @@ def _rows(path: Path, image_key: str | None, label_key: str | None, separator: s
             if len(columns) < len(reader.fieldnames or ()):
                 raise SourceError(f"{path}: two of its columns have one name: rename one of them")
             image = find_column(path, columns, "--image-key", image_key, _FILE_COLUMNS)
-            label = find_column(path, columns, "--label-key", label_key, _LABEL_COLUMNS)
             split = next((name for name in _SPLIT_COLUMNS if name in columns), None)
+            label = ""
+            if class_columns is None:
+                label = find_column(path, columns, "--label-key", label_key, _LABEL_COLUMNS)
+            else:
+                class_columns[:] = [name for name in columns if name not in (image, split)]
             for line in reader:
                 where = f"{path}, line {reader.line_num}"
                 if None in line or None in line.values():
@@ -113,10 +138,13 @@ def _rows(path: Path, image_key: str | None, label_key: str | None, separator: s
                         f"{where}: {name} is in line {seen[name]} already: leave one out; where images have several "
                         "labels, say what stands between those in one cell: --label-separator ';'"
                     )
-                text = line[label].strip()
-                if not text and separator is None:
-                    raise SourceError(f"{where}: {name} has no label: give it one, or leave it out")
-                labels = [text] if separator is None else [part.strip() for part in text.split(separator)]
+                if class_columns is not None:
+                    labels = [column for column in class_columns if _is_one(line[column].strip(), where)]
+                else:
+                    text = line[label].strip()
+                    if not text and separator is None:
+                        raise SourceError(f"{where}: {name} has no label: give it one, or leave it out")
+                    labels = [text] if separator is None else [part.strip() for part in text.split(separator)]
                 size = (path.parent / name).stat().st_size
                 word = _checked_split(line[split], where) if split else None
                 row = _Row(name, size, [part for part in labels if part], word)
@@ -135,6 +163,13 @@ def _rows(path: Path, image_key: str | None, label_key: str | None, separator: s
     if not seen:
         raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
     yield from merged.values()
+
+
+def _is_one(text: str, where: str) -> bool:
+    """Return whether a cell of --multi-hot says that the image has the class. Raises SourceError: it says nothing."""
+    if text not in ("1", "1.0", "0", "0.0", "-1", "-1.0"):
+        raise SourceError(f"{where}: {text!r} under a class: use 1 for the images that have it, else 0 or -1")
+    return text.startswith("1")
 
 
 def _checked_file(directory: Path, name: str, where: str) -> str:
