@@ -13,7 +13,7 @@ import torch
 
 from dali_train.checkpoint.format import load_newest
 from dali_train.config import Config, load_config
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import open_split
 from dali_train.data.loading.loader import RunLoader, TrainLoader
 from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.loading.pipelines import Batch
@@ -103,7 +103,7 @@ def loader_of(
     config: Config, *, start_step: int = 0, rank: int = 0, ranks: int = 1, num_threads: int = 1, device: str = "cpu"
 ) -> TrainLoader:
     place = Place(dp_rank=rank, dp_size=ranks, device=torch.device(device), num_threads=num_threads)
-    loader = RunLoader(Split(config.data.root, "train"), config, place, start_step=start_step)
+    loader = RunLoader(open_split(config.data, "train"), config, place, start_step=start_step)
     loader.prepare()
     return loader
 

@@ -215,11 +215,20 @@ VIT5_WITH_MUON = REGULARISED + words(
 )
 
 
+# {root} is the dataset's: it is mixed with itself.
+MIXED = (
+    *REGULARISED,
+    *("--data.mix", "1,{root},2", "2,{root},1", "3,{root},0.5", "--data.mix_until", "1,1,0,1"),
+    *words("--data.epoch_images 64 --hooks.ledger true"),
+)
+
+
 # What is compared with one process: data parallelism, and a model that is split.
 TABLE = {
     "augmented": [Compared(AUGMENTED, 7), Compared(AUGMENTED, 4, (*PIPELINE, *SHARDED))],
     "repeated": [Compared(REPEATED, 3)],
     "in-blocks": [Compared(IN_BLOCKS, 3), Compared(IN_BLOCKS, 2, SHARDED)],
+    "mixed": [Compared(MIXED, 3)],
     "vit5-with-muon": [Compared(VIT5_WITH_MUON, 4), Compared(VIT5_WITH_MUON, 2, PIPELINE)],
 }
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -228,10 +237,11 @@ GOLDEN = Path(__file__).with_name("golden.json")
 @pytest.mark.parametrize("name", TABLE)
 def test_what_differs_between_ranks_is_rounding(name: str, train: Train, dataset: Path, tmp_path: Path) -> None:
     one = tmp_path / "one"
-    train("one", *TABLE[name][0].options, *THREE_STEPS)
+    train("one", *(option.format(root=dataset) for option in TABLE[name][0].options), *THREE_STEPS)
     check_golden(name, one, dataset)
     assert len(samples(one)) == 3 * 8
-    for number, (options, ranks, layout, _, bound) in enumerate(TABLE[name]):
+    for number, (formats, ranks, layout, _, bound) in enumerate(TABLE[name]):
+        options = [option.format(root=dataset) for option in formats]
         several = tmp_path / f"several-{number}"
         audits = () if layout else ("--run.audit_every_steps", "1")
         train(several.name, *options, *THREE_STEPS, *layout, *audits, ranks=ranks)

@@ -27,7 +27,7 @@ from nvidia import dali
 
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import ConfigError
 from dali_train.runtime.process import device_name, processor_name
@@ -212,5 +212,5 @@ def samples_of(config: Config) -> tuple[Split, MicroBatches]:
             f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
             "recomputed"
         )
-    split = Split(config.data.root, "train", local=False, exclude=config.data.exclude, several_labels=True)
-    return split, MicroBatches(split.rows, config, kept=split.kept)
+    split = open_split(config.data, "train", local=False, several_labels=True)
+    return split, MicroBatches(split.rows, config, kept=split.kept, sources=split.sources)

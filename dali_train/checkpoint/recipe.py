@@ -13,7 +13,7 @@ from typing import Any
 from dali_train.checkpoint.format import CheckpointError, RunValues
 from dali_train.checkpoint.run_directory import MANIFEST, named_checkpoint
 from dali_train.config import Config
-from dali_train.config.check import as_typed
+from dali_train.config.check import as_typed, load_row
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
 from dali_train.errors import ConfigError
@@ -22,6 +22,7 @@ from dali_train.text import plural, printable, shortened
 from dali_train.training.pretrained import is_path
 from dali_train.training.schedule import learning_rate
 
+MIXED_RECIPE = "dali_train.extras.mixture.dataset:mixed_recipe"
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
 _DIRECTORY = "local-dir:"  # timm's name for one that `export --format timm` writes
 _NAMES = "class_names"  # recipes of earlier versions lack it
@@ -57,6 +58,8 @@ def recipe_settings(config: Config) -> dict[str, Any]:
     fields |= {name: _content_of(name, fields[name]) for name in _WEIGHTS}
     if config.data.exclude is not None and Path(config.data.exclude).is_file():
         fields["data.exclude"] = CONTENT + sha256(Path(config.data.exclude))[:16]
+    if config.data.mix:
+        fields |= load_row(MIXED_RECIPE, "data.mix")(config.data)
     del fields["data.normalise"]  # as numbers, so that it does not matter how they were spelled
     return fields | {"data.mean": list(config.data.mean), "data.std": list(config.data.std)}
 

@@ -21,7 +21,8 @@ import dali_train
 from dali_train.checkpoint.recipe import dataset_content, names_content, recipe_settings
 from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.config import Config
-from dali_train.data.dataset.manifest import Manifest, index_path, metadata_directory
+from dali_train.data.dataset.index import read_manifest
+from dali_train.data.dataset.manifest import index_path, metadata_directory
 from dali_train.errors import ConfigError, UserError
 from dali_train.files import sha256
 from dali_train.runtime.process_group import on_rank_0
@@ -34,7 +35,7 @@ _PER_NODE = {
 """Settings that may differ, since they only say where files are, or how fast a node is."""
 _DIRECTORIES = ("data.cache", "data.local_copy")
 """May differ too, but all ranks must have one, or none, because they prepare it together."""
-_CONTENTS = ("model.weights", "loss.teacher", "loss.teacher_weights", "data.exclude")
+_CONTENTS = ("model.weights", "loss.teacher", "loss.teacher_weights", "data.exclude", "data.mix")
 """Names of files, whose content is compared, since paths may depend on the node; like that of data.root."""
 
 
@@ -106,7 +107,7 @@ def hook_names(hooks: Sequence[Callable[[], Any]]) -> list[str]:
 
 def _files(config: Config, checkpoint: Path | None) -> dict[str, str]:
     """Return digests of the files that the config names. Raises UserError, OSError: one cannot be read."""
-    manifest = Manifest.read(config.data.root)
+    manifest = read_manifest(config.data)
     root = metadata_directory(config.data.root)
     # Datasets of older versions do not have the index's checksum in dataset.json.
     indexes = [
@@ -118,7 +119,7 @@ def _files(config: Config, checkpoint: Path | None) -> dict[str, str]:
     digests = {
         "the dataset": " ".join([dataset_content(manifest), *indexes]),
         "the classes": names_content(manifest.class_names),
-        **{name: recipe[name] for name in _CONTENTS},
+        **{name: value for name, value in recipe.items() if name.partition(" ")[0] in _CONTENTS},
     }
     if checkpoint is not None:
         digests["the checkpoint"] = sha256(checkpoint / MANIFEST)[:16]

@@ -59,6 +59,7 @@ NEED_INDEX: dict[str, Any] = {
     "data.alternating_flip": False,
     "data.repeats": 1,
     "data.exclude": None,
+    "data.mix": (),
     "data.progressive": (),
     "hooks.trace_samples": False,
     "hooks.ledger": False,

@@ -27,6 +27,7 @@ from dali_train.config.check import (
     Pixels,
     Positive,
     Rule,
+    as_typed,
     refuse_credentials,
     require,
     section,
@@ -54,6 +55,20 @@ SetName = Annotated[
 ]
 
 
+SourceName = Annotated[
+    str, Rule("a name without spaces, commas and slashes that begins with no dot", pattern=r"[^\s,./][^\s,/]{0,99}")
+]
+Weight = Annotated[float, Rule("a weight from 0 to 1,000,000,000", 0, 1e9)]
+
+
+def _lacks_mix(data: "DataConfig", name: str) -> bool:
+    return not data.mix and getattr(data, name) not in ((), "union", None)
+
+
+def _excludes_mix(data: "DataConfig", name: str) -> bool:
+    return bool(data.mix) and getattr(data, name) is not None
+
+
 @section("data")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -62,6 +77,25 @@ class DataConfig:
     root: NotInRecipe[Annotated[str, Rule("the name or URL of a dataset's directory, which holds dataset.json")]]
     """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`), or the URL of
     one in an object store: s3://, gs://, az:// or https://."""
+    mix: Annotated[
+        tuple[tuple[SourceName, str, Weight], ...],
+        Rule("rows of a name, a dataset and a weight, such as photos,data/photos,3 art,data/art,1"),
+    ] = ()
+    """Train on several datasets at once: (name, directory or URL, weight) of each. Every micro-batch has each one's
+    share of its images, rounded up or down, and each passes through epochs of its own. data.root, usually the first of
+    them, has the validation split, and its classes come first. Empty: train on data.root."""
+    mix_until: Annotated[
+        tuple[tuple[Weight, ...], ...], Rule("rows of an epoch and a weight for each dataset, such as 6,1,0 12,2,1")
+    ] = ()
+    """Other weights for data.mix in the first epochs: 6,1,0 12,2,1 has the weights 1 and 0 until epoch 6, 2 and 1 until
+    epoch 12, and those of data.mix from then on. A step uses the weights of the epoch in which it begins."""
+    mix_classes: Literal["union", "by-name"] | dict[str, dict[str, str] | tuple[str, ...]] = "union"
+    """The classes of data.mix. union: those of data.root, then those of the others in their order; the same name is the
+    same class. by-name: those of data.root, which must have every class. Or by the names of datasets, the class of
+    data.root for each of theirs, as a dict or in their order: {'art': {'drawn cat': 'cat'}}; the others by-name."""
+    epoch_images: Count | None = None
+    """With data.mix, the images of an epoch, by which run.epochs and all schedules count. None: as many as all its
+    datasets have."""
     seed: Annotated[int, Rule("a whole number from 0 to 2**64 - 1", 0, (1 << 64) - 1)] = 0
     """Seeds everything random: order, crops, flips, Mixup, dropout and the initial weights."""
     shuffle: Literal["full", "block", "none", "balanced"] = "full"
@@ -205,6 +239,13 @@ class DataConfig:
         return sorted({self.train_size, *(size for _, size in self.progressive)})
 
     @property
+    def mix_weights(self) -> list[tuple[float, tuple[float, ...]]]:
+        """The epoch from which on data.mix has these weights, and the weights, (datasets,); the first epoch is 0."""
+        starts = [0.0, *(until for until, *_ in self.mix_until)]
+        weights = [*(tuple(row[1:]) for row in self.mix_until), tuple(weight for *_, weight in self.mix)]
+        return list(zip(starts, weights, strict=True))
+
+    @property
     def eval_resized(self) -> int:
         """Side of evaluation images before the central crop, in pixels: of both sides, or of the short one."""
         return round(self.eval_size * 256 / 224) if self.eval_resize_to is None else self.eval_resize_to
@@ -233,6 +274,7 @@ class DataConfig:
         for _, root in self.eval_sets:
             if "://" in root:
                 refuse_credentials("data.eval_sets", root)
+        self._check_mix()
         require(
             len(dict(self.eval_sets)) == len(self.eval_sets),
             f"data.eval_sets has the names {', '.join(name for name, _ in self.eval_sets)}: use each name once",
@@ -280,7 +322,52 @@ class DataConfig:
         )
         parse_augment(self.augment)
 
+    def _check_mix(self) -> None:
+        for _, root, _ in self.mix:
+            if "://" in root:
+                refuse_credentials("data.mix", root)
+        require(
+            len({name for name, _, _ in self.mix}) == len(self.mix),
+            f"data.mix has the names {', '.join(name for name, _, _ in self.mix)}: use each name once",
+        )
+        for row in self.mix_until if self.mix else ():
+            require(
+                len(row) == 1 + len(self.mix),
+                f"data.mix_until has a row {as_typed(row)}: use an epoch and the weights of "
+                f"{', '.join(name for name, _, _ in self.mix)}",
+            )
+        require(
+            all(first[0] < then[0] for first, then in pairwise([(0.0,), *self.mix_until])),
+            f"data.mix_until is {as_typed(self.mix_until)}: use increasing epochs over 0, each the end of its weights",
+        )
+        require(
+            not self.mix or all(sum(weights) > 0 for _, weights in self.mix_weights),
+            f"data.mix is {as_typed(self.mix)} with data.mix_until {as_typed(self.mix_until)}: use at least one weight "
+            "over 0 at any time",
+        )
+
     CONFLICTS = (
+        *(
+            Conflict(
+                names=(name, "mix"),
+                when=partial(_lacks_mix, name=name),
+                remedy="it belongs to a mixture of datasets; set data.mix, or leave it out",
+            )
+            for name in ("mix_until", "mix_classes", "epoch_images")
+        ),
+        Conflict(
+            names=("mix", "shuffle"),
+            when=lambda data: bool(data.mix) and data.shuffle == "block",
+            remedy="blocks are dealt to the micro-batches of one dataset; set data.shuffle full",
+        ),
+        *(
+            Conflict(
+                names=("mix", name),
+                when=partial(_excludes_mix, name=name),
+                remedy=f"it takes one dataset; leave data.{name} out",
+            )
+            for name in ("local_copy", "cache")
+        ),
         Conflict(
             names=("progressive", "train_size"),
             when=lambda data: data.train_sizes[-1] != data.train_size,

@@ -55,7 +55,7 @@ from dali_train.checkpoint.run_directory import (
 from dali_train.config import Config
 from dali_train.config.check import from_json
 from dali_train.config.sections import RunConfig
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.index import read_manifest
 from dali_train.data.progress import LINE_INTERVAL_S, Progress
 from dali_train.errors import ConfigError, RunError
 from dali_train.files import (
@@ -619,7 +619,7 @@ def mirrored(config: Config, launch: Launch, stop: StopRequests | None = None) -
     def begin() -> None:
         try:
             mirrors.append(Mirror(config.run))
-            mirrors[0].restore(config.run, lambda: recipe(config, Manifest.read(config.data.root)))
+            mirrors[0].restore(config.run, lambda: recipe(config, read_manifest(config.data)))
         except ObjectStoreError as error:
             raise ConfigError(f"run.mirror: {error}") from error
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dali_train.config import Config, load_config
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.index import read_manifest
 from dali_train.extras.cost.memory import estimate_memory
 from dali_train.extras.local_launch import launch_locally
 from dali_train.runtime.launch import LaunchOptions, discover
@@ -50,7 +50,7 @@ def fastest_number(config: Config) -> int:
     starts = [event for event in read_events(Path(config.run.dir) / METRICS) if event["event"] == "start"]
     if starts and 1 <= (before := starts[-1].get("ranks", 0)) <= min(cores, num_micro_batches):
         return int(before)
-    num_classes = Manifest.read(config.data.root).num_classes
+    num_classes = read_manifest(config.data).num_classes
     model = build_model(config, num_classes, torch.device("meta"))
     check_sizes(model, config)
     memory = estimate_memory(config, model)

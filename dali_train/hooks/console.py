@@ -241,9 +241,10 @@ class Console(Hook):
             ranks += f" ({record.launch.launcher})"
         accumulated = f"{batch.describe_accumulation(layout.data_size)} accumulated"
         idle = layout.describe_idle(batch.num_micro_batches)
+        where = " + ".join(root for _, root, _ in config.data.mix) or config.data.root
         lines = {
             "model": f"{config.model.name}, {config.precision.dtype} on {device_name(record.device)}",
-            "data": f"{config.data.root}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}",
+            "data": f"{where}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}",
             "batch": f"{batch.global_batch} = {plural(batch.micro_batch, 'image')} x {accumulated} x {ranks}{idle}",
             "steps": f"{record.total_steps}, {record.num_images / batch.global_batch:.1f} per epoch",
             "directory": config.run.dir,

@@ -16,7 +16,7 @@ import torch
 from dali_train.config import Config, ParallelConfig
 from dali_train.config.check import load_row
 from dali_train.config.sections import SEVERAL_LABELS_LOSSES
-from dali_train.data.dataset.index import Split, read_labels
+from dali_train.data.dataset.index import Split, open_split, read_labels
 from dali_train.data.dataset.manifest import Manifest, SplitName
 from dali_train.data.dataset.storage import DatasetRoot, storage_of
 from dali_train.data.loading.cache import Node, join_node
@@ -97,9 +97,8 @@ class RunPlan:
 
 
 def training_classes(split: Split) -> TrainingClasses:
-    labels = split.rows["label"]
-    counts = split.count_classes(labels if split.kept is None else labels[split.kept])
     names = split.manifest.class_names
+    counts = split.class_counts
     return TrainingClasses(names=names, counts=counts, num_images=split.num_images, label_sets=split.label_sets)
 
 
@@ -132,8 +131,7 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     dataset = find_dataset(config, launch) if trains else DatasetRoot(config.data.root, None)
     explain_bus_errors(str(dataset.path))
     name: SplitName = "train" if trains else "validation"
-    exclude = config.data.exclude if trains else None
-    split = Split(dataset.path, name, exclude=exclude, several_labels=True)
+    split = open_split(config.data, name, dataset.path, several_labels=True)
     asks_for_several = config.loss.name in SEVERAL_LABELS_LOSSES or config.run.best_by == "mean-ap"
     if asks_for_several or split.label_sets is not None:
         load_row(CHECK_LABELS, str(split.root))(config, split)
@@ -201,7 +199,7 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
         return None
     split = plan.split
     if split.name != "validation":
-        split = Split(plan.dataset.path, "validation", several_labels=True)
+        split = open_split(plan.config.data, "validation", plan.dataset.path, several_labels=True)
     kind: type[Evaluator] = Evaluator
     if split.label_sets is not None:
         kind = load_row(EVALUATE_SEVERAL_LABELS, str(split.root))
@@ -242,7 +240,7 @@ def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
     build = partial(Evaluator, config=plan.config, device=plan.device, layout=plan.layout, num_threads=plan.num_threads)
     for name, root in plan.config.data.eval_sets:
         if root.endswith(".json"):
-            split = Split(plan.dataset.path, "validation")
+            split = open_split(plan.config.data, "validation", plan.dataset.path)
             evaluators[name] = build(split, labels=read_labels(Path(root), split))
             continue
         splits = Manifest.read(root).splits

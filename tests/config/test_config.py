@@ -89,6 +89,11 @@ def test_accumulation_and_steps_are_derived() -> None:
     [
         ("--data.progressive 6,128 12,160", ((6, 128), (12, 160))),
         ("--data.progressive 6,128", ((6, 128),)),
+        ("--data.mix a,x,3 b,s3://y,0.5", (("a", "x", 3), ("b", "s3://y", 0.5))),
+        ("--data.mix_until 6,1,0 12,2,0.5", ((6, 1, 0), (12, 2, 0.5))),
+        ("--data.mix_until 6,1,0", ((6, 1, 0),)),
+        ("--data.mix_classes by-name", "by-name"),
+        ("--data.mix_classes \"{'b': {'cats': 'cat'}}\"", {"b": {"cats": "cat"}}),
         ("--model.freeze norm.*", ("norm.*",)),
         ("--optimizer.betas 0.9,0.98", (0.9, 0.98)),
         ("--optimizer.betas 0.9 0.98", (0.9, 0.98)),
@@ -154,9 +159,9 @@ def test_lists_and_paths_are_understood(tmp_path: Path) -> None:
 
 
 def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    # The last 17: other evaluation sets, audits, what recipes for timm's train.py draw, clip, start from and keep, the
-    # ledger, and the images to leave out.
-    assert len(SETTINGS) <= 141
+    # The last 21: other evaluation sets, audits, what recipes for timm's train.py draw, clip, start from and keep, the
+    # ledger, the images to leave out, and mixtures of datasets.
+    assert len(SETTINGS) <= 145
     values = json.loads(PLAIN.to_json())
     for name in SETTINGS:
         value = functools.reduce(operator.getitem, name.split("."), values)

@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from dali_train.config import DataConfig
+from dali_train.config.check import load_row
 from dali_train.data.dataset.files_in_place import SourceFiles, is_table
 from dali_train.data.dataset.manifest import (
     InPlace,
@@ -65,7 +67,8 @@ class Split:
     `rows` is the memory-mapped index (``INDEX_DTYPE``), `checksums` the CRC32C of each image's bytes, (N,) uint32, None
     if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names. An
     index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk. `kept`
-    is which images take part in training, (N,), None if all do, and `num_images` their number.
+    is which images take part in training, (N,), None if all do, and `num_images` their number. A mixture of datasets
+    has `sources`, the number of images of each, and is `MixedSplit` (extras/mixture); elsewhere it is empty.
 
     Args:
         root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
@@ -81,6 +84,9 @@ class Split:
         DatasetError: a part is missing, the index does not belong to ``dataset.json``, a row is invalid, or a shard
             does not match the index.
     """
+
+    sources: Sequence[int] = ()
+    source_name = ""  # of a split in a mixture
 
     def __init__(
         self,
@@ -160,8 +166,18 @@ class Split:
         """The number of images that take part in training: positions of an epoch."""
         return len(self) if self.kept is None else int(np.count_nonzero(self.kept))
 
+    @property
+    def class_counts(self) -> NDArray[np.int64]:
+        """Images of each class that take part, (classes,)."""
+        labels = self.rows["label"]
+        return self.count_classes(labels if self.kept is None else labels[self.kept])
+
     def __len__(self) -> int:
         return len(self.rows)
+
+    def locate(self, image: int) -> tuple["Split", int]:
+        """Return the split of a single dataset that has image number `image`, and the image's number there."""
+        return self, image
 
     def describe(self, image: int) -> str:
         """Return the location of image number `image`, for error messages: the file where it is all of one."""
@@ -383,6 +399,43 @@ class Split:
                     f"{path} is newer than {index_path(self.root, self.name)}, and its record {record} is not what "
                     f"the index says: the shard was written anew, {self._remedy}"
                 )
+
+
+MIXED_SPLIT = "dali_train.extras.mixture.dataset:open_mixed"
+MIXED_MANIFEST = "dali_train.extras.mixture.dataset:mixed_manifest"
+
+
+def open_split(
+    data: DataConfig,
+    name: SplitName,
+    root: Path | str | None = None,
+    *,
+    local: bool = True,
+    several_labels: bool = False,
+) -> Split:
+    """Return the split that a run with these settings trains on or evaluates.
+
+    Args:
+        root: where the dataset of data.root is read; None: there.
+        local, several_labels: see `Split`; a mixture refuses several labels.
+
+    Raises:
+        ConfigError, DatasetError: see `Split`; or the datasets of data.mix do not go together.
+    """
+    if data.mix:
+        mixed: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local)
+        return mixed
+    exclude = data.exclude if name == "train" else None
+    where = data.root if root is None else root
+    return Split(where, name, local=local, exclude=exclude, several_labels=several_labels)
+
+
+def read_manifest(data: DataConfig) -> Manifest:
+    """Return the manifest of what a run with these settings is trained on. Raises DatasetError: see `Manifest.read`."""
+    if data.mix:
+        manifest: Manifest = load_row(MIXED_MANIFEST, "data.mix")(data)
+        return manifest
+    return Manifest.read(data.root)
 
 
 def read_labels(path: Path, split: Split) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
+from dali_train.config.check import load_row
 from dali_train.data.dataset.files_in_place import SourceFiles
 from dali_train.data.dataset.index import Split, map_file, sizes_of
 from dali_train.data.dataset.manifest import dataset_errors
@@ -393,6 +394,9 @@ STORAGES: dict[str, Callable[[Split, DataConfig, Cache | None], Storage]] = {
 """Functions that open a storage, by the scheme of the URL in data.root; a path without a scheme is a file."""
 
 
+MIXED_IMAGES = "dali_train.extras.mixture.dataset:MixedImages"
+
+
 def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> Storage:
     """Return the storage with the images of `split`, which may be a split of data.root or of its local copy.
 
@@ -402,6 +406,9 @@ def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> 
     Raises:
         ConfigError: as `storage_of`.
     """
+    if split.sources:
+        mixed: Storage = load_row(MIXED_IMAGES, "data.mix")(split, data)
+        return mixed
     return storage_of(data)(split, data, cache)
 
 
@@ -453,4 +460,6 @@ def open_shards(split: Split) -> Storage:
         DatasetError: see `MappedFiles`.
     """
     settings = DataConfig(root=".", read_ahead_mb=0)  # the split has its own place, whose name need not be UTF-8
+    if split.sources:
+        return open_storage(split, settings)
     return STORAGES[_scheme(split.url or "")](split, settings, None)

@@ -22,8 +22,8 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
-from dali_train.config.check import load_row, require
-from dali_train.data.dataset.index import Split
+from dali_train.config.check import as_typed, load_row, require
+from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.dataset.manifest import CONTENT, SplitName, dataset_content
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading.cache import Node
@@ -47,8 +47,8 @@ from dali_train.data.loading.pipelines import (
     TrainingPipeline,
     without_waiting,
 )
-from dali_train.data.loading.read_ahead import ordered, read
-from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, Segment, segment_at, view_configs
+from dali_train.data.loading.read_ahead import micro_batches_of, ordered, read
+from dali_train.data.sampling.micro_batch import MicroBatch, Segment, segment_at, view_configs
 from dali_train.errors import RunError
 
 DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
@@ -131,7 +131,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
     coordinate, `ends_step` is True after the last one, when the optimizer's step is due.
 
     Args:
-        dataset: the directory of a dataset or of an index in place, or a URL.
+        dataset: the directory of a dataset or of an index in place, or a URL; or several with their weights, as
+            ``{"photos": 3, "art": 1}``: a mixture, see data.mix, whose first is data.root.
         batch_size: images of a micro-batch.
         global_batch: images of a step on all coordinates; None: of a state that is loaded, else batch_size x dp_size.
         image_size: side of the images, in pixels (data.train_size).
@@ -157,7 +158,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
 
     def __init__(
         self,
-        dataset: str | os.PathLike[str],
+        dataset: str | os.PathLike[str] | Mapping[str, float],
         *,
         batch_size: int,
         global_batch: int | None = None,
@@ -187,7 +188,14 @@ class TrainLoader(_Loader[TrainingPipeline]):
             )
             require(targets in ("classes", "pairs"), f"targets is {targets!r}: use classes or pairs")
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
-            self._begin(Split(data.root, split, exclude=data.exclude), config, pixels, place, place.node(data))
+            require(split == "train" or not data.mix, f"split is {split}: a mixture is of training splits, use train")
+            self._begin(
+                open_split(data, split) if split == "train" else Split(data.root, split, exclude=data.exclude),
+                config,
+                pixels,
+                place,
+                place.node(data),
+            )
             self._views = checked_views(views, config)
         self._fixed_global_batch = global_batch is not None
         self._targets = targets
@@ -206,7 +214,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         """Return the loader of the micro-batches that the trainer has with `config`. See the class for the others."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        split = Split(config.data.root, "train", exclude=config.data.exclude)
+        split = open_split(config.data, "train")
         return RunLoader(split, config, place, node=place.node(config.data), targets=targets)
 
     def _begin(
@@ -320,7 +328,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         count = self.config.batch.num_micro_batches
         require(step >= 0 and 0 <= k < count, f"at({step}, {k}): use a step from 0 on, and k from 0 to {count - 1}")
         segment = self._segment_at(step)
-        wanted = MicroBatches(self._split.rows, segment.config, segment.views, self._split.kept)(step, k)
+        wanted = micro_batches_of(self._split, segment)(step, k)
         pipeline = uninterrupted(lambda: self._pipeline_of(segment, itertools.repeat(wanted)))
         try:
             return self._as_asked(pipeline.run().to(self._place.device))
@@ -378,6 +386,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
         dataset = dataset_content(self._split.manifest)
         if self._split.kept is not None:
             dataset += f", {self._split.num_images} of them, {CONTENT}{crc32c(self._split.kept.tobytes()):08x}"
+        if data.mix:
+            dataset += f", weights {as_typed(tuple(data.mix_weights))}, {data.epoch_images or 'all'} images an epoch"
         return {
             "batch_size": self.config.batch.micro_batch,
             **order,
@@ -518,7 +528,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         """Return the loader of the images that an evaluation of the trainer with `config` has."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        return RunEvalLoader(Split(config.data.root, "validation"), config, place, node=place.node(config.data))
+        return RunEvalLoader(open_split(config.data, "validation"), config, place, node=place.node(config.data))
 
     def _begin(
         self,

@@ -3,7 +3,7 @@ of `TrainLoader` and `EvalLoader` or of a run's config."""
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Self, get_type_hints
@@ -131,12 +131,23 @@ def in_keywords() -> Iterator[None]:
 
 
 def data_config(
-    dataset: str | os.PathLike[str], size: str, image_size: int, decode_device: str, settings: dict[str, Any]
+    dataset: str | os.PathLike[str] | Mapping[str, float],
+    size: str,
+    image_size: int,
+    decode_device: str,
+    settings: dict[str, Any],
 ) -> DataConfig:
     """Return the settings of a loader's keywords; `size` is the setting that image_size stands for."""
     require(size not in settings, f"{size} is {settings.get(size)}: use image_size")
     for name in ("root", "device", "num_threads"):
         require(name not in settings, f"{name} is no keyword in **settings")
+    if isinstance(dataset, Mapping):
+        rows = tuple((f"source-{number}", root, weight) for number, (root, weight) in enumerate(dataset.items(), 1))
+        require(
+            bool(rows) and "mix" not in settings, "the dataset is a dict: use one or more datasets in it, and no mix"
+        )
+        settings = {"mix": rows, **settings}
+        dataset = rows[0][1]
     config = DataConfig(root=os.fspath(dataset), **{"device": decode_device, size: image_size, **settings})
     refuse_copy(config)
     return config

@@ -34,9 +34,13 @@ NUM_THREADS = 4  # requests in flight of one rank; a host has several ranks
 _END_S = 5.0
 
 
+def micro_batches_of(split: Split, segment: Segment) -> MicroBatches:
+    return MicroBatches(split.rows, segment.config, segment.views, split.kept, split.sources)
+
+
 def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:
     """Iterate over the micro-batches of a segment, and beyond it, without end."""
-    micro_batches = micro_batches or MicroBatches(split.rows, segment.config, segment.views, split.kept)
+    micro_batches = micro_batches or micro_batches_of(split, segment)
     return (micro_batches(step, k) for step, k in segment)
 
 
@@ -44,7 +48,7 @@ def read(split: Split, segment: Segment, storage: Storage, node: Node | None = N
     """Iterate over the segment's micro-batches while their bytes are read ahead, and the cache of `node` is kept within
     its limit."""
     data, batch = segment.config.data, segment.config.batch
-    micro_batches = MicroBatches(split.rows, segment.config, segment.views, split.kept)
+    micro_batches = micro_batches_of(split, segment)
     chosen = ordered(split, segment, micro_batches)
     # Never more than an epoch ahead, which covers every image once.
     images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, split.num_images // segment.dp_size)

@@ -18,7 +18,7 @@ class DrawInput:
     """What the draws of n images depend on besides the seed, each (n,)."""
 
     epochs: NDArray[np.int64]
-    numbers: NDArray[np.int64]  # in the split
+    numbers: NDArray[np.int64]  # in the split of their dataset
     heights: NDArray[np.int64]  # pixels
     widths: NDArray[np.int64]
 

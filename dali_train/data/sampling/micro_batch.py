@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dali_train.config import MixupConfig, SampleConfig, View
 from dali_train.config.check import require
 from dali_train.data.sampling.draws import BOXES, DrawInput, Mixing, draw_mixing, filters, flips, padded_crops
-from dali_train.data.sampling.order import SampleOrder
+from dali_train.data.sampling.order import order_of
 from dali_train.data.sampling.policy import draw_operators, erased_boxes, erasing_noise, policy_of
 from dali_train.data.sampling.rng import Purpose, torch_seed
 
@@ -80,6 +80,7 @@ class MicroBatches:
         rows: the training split's index (``INDEX_DTYPE``).
         views: of every image; none: one, as `config` says.
         kept: which images take part, (N,), as data.exclude says; None: all.
+        sources: of a mixture of datasets: the number of images of each.
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class MicroBatches:
         config: SampleConfig,
         views: Sequence[View] = (),
         kept: NDArray[np.bool_] | None = None,
+        sources: Sequence[int] = (),
     ) -> None:
         self.num_per_step = config.batch.num_micro_batches
         self._rows = rows
         self._config = config
-        self.order = SampleOrder.of(config, rows["label"], kept)
+        self.order = order_of(config, rows["label"], kept, sources)
         num_images = self.order.num_images
         self._config_at = config.by_step(num_images)
         self._views = view_configs(config, views)
@@ -140,7 +142,8 @@ class MicroBatches:
         epochs = epochs * num_views + view  # as for repeats: no two views of an image have the same number
         rows = self._rows[images]
         heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
-        looks = DrawInput(epochs=epochs, numbers=images, heights=heights, widths=widths)
+        numbers = self.order.numbers_in_source(images)
+        looks = DrawInput(epochs=epochs, numbers=numbers, heights=heights, widths=widths)
         if data.crop_side is None:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
             boxes = BOXES[data.crop](seed, looks, area=data.crop_area, aspect=data.crop_aspect)

@@ -2,10 +2,11 @@
 
 The sequence is continuous: position p is image ``p mod N`` of the shuffled epoch ``p div N``. Every epoch has each
 image exactly once (except in a balanced order), and nothing is dropped or padded between epochs, whatever the batch
-size.
+size. A mixture of datasets merges the sequences of several (`extras/mixture/merge.py`).
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import SampleConfig
+from dali_train.config.check import load_row
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 
 
@@ -230,6 +232,11 @@ class SampleOrder:
             return images, passes * self.repeats + positions % self.repeats
         return self._images_at(positions)
 
+    def numbers_in_source(self, images: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of `images` in their dataset, by which they are cropped, mirrored and augmented; a mixture
+        has several."""
+        return images
+
     def _images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Do the same in the sequence without repeats: `positions` count images, and epochs count passes."""
         epochs, within = np.divmod(positions, self.num_images)
@@ -287,3 +294,19 @@ class SampleOrder:
                 for old in [e for e in self._orders if abs(e - epoch) > 1]:
                     del self._orders[old]
             return self._orders[epoch]
+
+
+MIXED_ORDER = "dali_train.extras.mixture.merge:mixed_order"
+
+
+def order_of(
+    config: SampleConfig,
+    labels: NDArray[np.integer],
+    kept: NDArray[np.bool_] | None = None,
+    sources: Sequence[int] = (),
+) -> SampleOrder:
+    """Return the order of a split, see `SampleOrder.of`, or of a mixture of datasets with so many images each."""
+    if not sources:
+        return SampleOrder.of(config, labels, kept)
+    mixed: SampleOrder = load_row(MIXED_ORDER, "data.mix")(config, sources, labels, kept)
+    return mixed

@@ -36,7 +36,7 @@ from dali_train.checkpoint.format import CheckpointError, ranks_without_shared_d
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config, DataConfig, HooksConfig, ParallelConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
-from dali_train.data.dataset.index import Split, sizes_of
+from dali_train.data.dataset.index import Split, open_split, sizes_of
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
@@ -298,7 +298,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         findings.append(Finding("batch", "fail", str(error), "see the message"))
     num_classes = 1000
     with suppress(ConfigError, DatasetError, OSError):
-        num_classes = Split(config.data.root, "train", several_labels=True).num_classes
+        num_classes = open_split(config.data, "train", several_labels=True).num_classes
     try:
         model, memory, ranks = forecast(config, layout, num_classes)
     except (ConfigError, CheckpointError) as error:
@@ -357,7 +357,7 @@ def _bucket(split: Split, data: DataConfig) -> Finding:
 def splits(data: DataConfig) -> Iterator[Finding]:
     for name in ("train", "validation"):
         try:
-            split = Split(data.root, name, several_labels=True)  # compares index, manifest and shards' sizes
+            split = open_split(data, name, several_labels=True)  # compares index, manifest and shards' sizes
         except (DatasetError, OSError) as error:
             optional = name == "validation" and "has no validation split" in str(error)
             yield Finding(

@@ -144,7 +144,8 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
 def model_card(trained: TrainedModel, run: RunDirectory) -> str:
     """Return a model card in Markdown, with the metadata that the Hugging Face Hub reads."""
     config, checkpoint, facts = trained.config, trained.checkpoint, run.environment
-    name, dataset = PurePosixPath(config.run.dir).name, PurePosixPath(config.data.root).name
+    name = PurePosixPath(config.run.dir).name
+    dataset = " + ".join(source for source, _, _ in config.data.mix) or PurePosixPath(config.data.root).name
     rows = {
         "model": f"`{config.model.name}`, {describe_parameters(trained.model)}",
         "classes": f"{len(trained.class_names)}",

@@ -115,11 +115,18 @@ _THUMBNAIL = 128  # pixels
 
 def file_names(split: Split, numbers: NDArray[np.int64]) -> list[str]:
     """Return the names of these images' files, see `ImageNames`; empty where a record has none, or is in an object
-    store, where each name costs a request."""
-    if split.files is None and split.url is not None:
-        return [""] * len(numbers)
-    names = ImageNames(split, open_shards(split))
-    return [printable(names.find(number) or "") for number in numbers.tolist()]
+    store, where each name costs a request. In a mixture the name of the image's dataset stands before it."""
+    names: dict[Split, ImageNames] = {}
+    files = []
+    for image in numbers.tolist():
+        source, number = split.locate(image)
+        file = ""
+        if source.files is not None or source.url is None:
+            if source not in names:
+                names[source] = ImageNames(source, open_shards(source))
+            file = printable(names[source].find(number) or "")
+        files.append(f"{source.source_name}: {file}" if source.source_name else file)
+    return files
 
 
 def prediction_table(

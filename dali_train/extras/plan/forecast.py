@@ -14,9 +14,9 @@ from torch import nn
 
 from dali_train.checkpoint.trained_model import check_weights
 from dali_train.config import BatchConfig, Config, DataConfig
-from dali_train.config.check import as_typed, close_names
+from dali_train.config.check import as_typed, close_names, load_row
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.index import Split, kept_images
+from dali_train.data.dataset.index import kept_images, open_split
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.extras.class_weights import describe_weights, weights_of
@@ -47,8 +47,11 @@ from dali_train.training.optim import check_shardwise, make_optimizer, resolved_
 from dali_train.training.pretrained import is_missing_file
 from dali_train.training.schedule import describe_peak, learning_rate
 
+MIXTURE = "dali_train.extras.mixture.dataset:describe_uses"
+
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
 IMAGENET_IMAGE_BYTES = 110e3
+NUM_IMAGES = "--num-images"
 FINE_WHEN_DRAWN = "fine for random initial weights, wrong for pretrained ones"
 
 
@@ -91,6 +94,9 @@ def print_plan(
     for start, sized in config.sizes_by_step(num_images) if config.data.progressive else ():
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
+    if config.data.mix and source != NUM_IMAGES:
+        for number, line in enumerate(load_row(MIXTURE, "data.mix")(config, steps)):
+            print(f"{'' if number else 'mixture':<15}{line}")
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for line in _class_weights(config):
         print(textwrap.fill(line, 120, subsequent_indent=" " * 15))
@@ -331,7 +337,10 @@ def _images(data: DataConfig, num_images: int | None) -> tuple[int, int, str, fl
     if num_images is not None:
         if num_images < 1:
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
-        return num_images, IMAGENET_CLASSES, "--num-images", IMAGENET_IMAGE_BYTES
+        return num_images, IMAGENET_CLASSES, NUM_IMAGES, IMAGENET_IMAGE_BYTES
+    if data.mix:
+        mixed = open_split(data, "train", local=False)
+        return mixed.num_images, mixed.num_classes, mixed.dataset_name, mixed.num_bytes / len(mixed)
     if (metadata_directory(data.root) / "dataset.json").exists():
         manifest = Manifest.read(data.root)
         split = manifest.splits["train"]
@@ -352,7 +361,7 @@ def _class_weights(config: Config) -> Iterator[str]:
     if not (metadata_directory(config.data.root) / "dataset.json").exists():
         yield f"class weights  {config.data.root} has no dataset.json, so they are not known yet"
         return
-    split = Split(config.data.root, "train", local=False, exclude=config.data.exclude, several_labels=True)
+    split = open_split(config.data, "train", local=False, several_labels=True)
     classes = training_classes(split)
     for kind, weights in weights_of(config.loss, classes).items():
         title = "class weights" if kind == "class_weights" else "positives"

@@ -107,6 +107,10 @@ def with_dataset(config: Config, dataset: str | None) -> Config:
     return config.replace(
         {
             "data.root": dataset or config.data.root,
+            "data.mix": tuple(
+                (name, dataset if dataset and root == config.data.root else root, weight)
+                for name, root, weight in config.data.mix
+            ),
             **dict.fromkeys(("data.local_copy", "data.cache", "data.cache_gb")),
         }
     )

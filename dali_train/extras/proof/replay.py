@@ -26,7 +26,7 @@ from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.commands.evaluate import joined_and_watched
 from dali_train.commands.train import restored_trainer
 from dali_train.config import Config
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.index import read_manifest
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.errors import ConfigError
 from dali_train.extras.proof.prove import with_dataset
@@ -215,7 +215,7 @@ def before(recorded: Recorded, plan: RunPlan) -> tuple[Trainer, TrainLoader]:
 
 def check_same_recipe(recorded: Recorded, config: Config, step: int) -> None:
     """Raises ConfigError: the steps were not trained with the settings and the dataset that config.json names now."""
-    current = recipe(config, Manifest.read(config.data.root))
+    current = recipe(config, read_manifest(config.data))
     for saved, whose in ((recorded.recipe, "these steps had"), (recorded.recipe_before, "the checkpoint before has")):
         keep_digests_of_lost_files(saved, current)
         if saved and (changes := changes_between(saved, current)):

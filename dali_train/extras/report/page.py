@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from dali_train.config import HooksConfig
+from dali_train.config.check import load_row
+from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.report.charts import ALL_FIELDS, PHASE_NAMES, STEP_FIELDS, Chart, chart_data, sections
 from dali_train.extras.report.runs import ReportedRun, by_dataset, differences, find_runs, load_run
 from dali_train.files import read_limited, write_atomically
@@ -26,6 +29,7 @@ from dali_train.training.schedule import describe_peak
 
 # ------------------------------------------------------------------------------------------------ pieces of HTML
 
+MIXTURE = "dali_train.extras.mixture.dataset:describe_uses"
 _LARGEST_PICTURE = 20_000_000  # bytes; a run's have at most 3 MB
 
 
@@ -261,7 +265,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         "learning rate": describe_peak(config),
         "optimizer": _optimizer(run),
         "batch": f"{config.batch.global_batch} images, micro-batches of {config.batch.micro_batch}",
-        "data": config.data.root,
+        "data": _data(run),
         "hardware": f"{environment.get('world_size', 1)} x {environment.get('device', '?')}",
         "versions": ", ".join(
             f"{name} {environment[name]}" for name in ("python", "torch", "dali", "timm") if name in environment
@@ -278,6 +282,16 @@ def _energy(run: ReportedRun) -> dict[str, str]:
     kilowatt_hours = power_w * ranks * sum(run.phase_seconds().values()) / 3.6e6
     whose = f"if all {ranks} GPUs draw" if ranks > 1 else "the GPU draws"
     return {"energy": f"about {kilowatt_hours:,.3g} kWh: {whose} {power_w:,.0f} W, rank 0's median; without hosts"}
+
+
+def _data(run: ReportedRun) -> str:
+    """Name the dataset, or those of a mixture with what the run has had of each, where they are here."""
+    data = run.config.data
+    if not data.mix:
+        return data.root
+    with suppress(ConfigError, DatasetError, OSError):
+        return "; ".join(load_row(MIXTURE, "data.mix")(run.config, run.events[-1]["step"]))
+    return "; ".join(f"{name}: {root}" for name, root, _ in data.mix)
 
 
 def _optimizer(run: ReportedRun) -> str:

@@ -22,7 +22,7 @@ from dali_train.checkpoint.fingerprint import samples_of
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import Config
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
 from dali_train.extras.ledger import ledger_files, read_epoch, shares
@@ -74,7 +74,7 @@ def show_suspects(
     run = RunDirectory(run_dir)
     config = with_dataset(run.config, dataset)
     _, micro_batches = samples_of(config)
-    split = Split(config.data.root, "train", exclude=config.data.exclude)
+    split = open_split(config.data, "train")
     margins = mean_margins(run_dir, split, micro_batches)
     numbers = suspicious(margins)
     known = int(np.isfinite(margins).sum())

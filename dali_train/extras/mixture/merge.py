@@ -1,0 +1,151 @@
+"""The merge of the sample orders of several datasets into one: a pure function of datasets, weights, seed and position.
+
+Micro-batch b of a run (of step s its number k, b = s K + k) has so many images of each source, see `Shares`, and so
+many had the micro-batches before it: these numbers are positions in the source's own sequence, which is the one that it
+has alone. So nothing is drawn, and nothing has state.
+"""
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali_train.config import SampleConfig
+from dali_train.data.sampling.order import SampleOrder
+
+_PORTION = 256  # micro-batches whose counts are computed and kept together
+
+
+class Shares:
+    """How many images of each source the micro-batches have, as nearly to their exact shares as whole images allow.
+
+    With weights w of sum 1, micro-batches of n images and source i: every micro-batch has n w[i] of its images, and the
+    first b together b n w[i], each rounded up or down. That is a table with given sums whose entries and sums from the
+    top are rounded, which always exists (such flows are integral); "The chairman assignment problem" of R. Tijdeman
+    (Discrete Mathematics 32, 1980) is the one with n = 1. Row by row, the images that are left after rounding down go
+    to the sources that need theirs soonest. A test checks the counts.
+
+    Weights are exact as they are written: 0.1 is a tenth. The counts repeat after as many micro-batches as the weights'
+    common denominator says.
+
+    Args:
+        weights: of the sources, from 0 on, with a sum over 0.
+        micro_batch: images of a micro-batch.
+    """
+
+    def __init__(self, weights: Sequence[float], micro_batch: int) -> None:
+        exact = [Fraction(repr(weight)) for weight in weights]
+        shares = [micro_batch * weight / sum(exact) for weight in exact]
+        self.period = math.lcm(*(share.denominator for share in shares))
+        self._whole = np.array([math.floor(share) for share in shares], dtype=np.int64)
+        self._rest = [int(share % 1 * self.period) for share in shares]  # in units of 1 / period
+        self._num_left = sum(self._rest) // self.period  # images of a micro-batch that are not in `_whole`
+        self._starts = [(0,) * len(shares)]  # of each portion: how many of these each source got before
+        self._portion = lru_cache(maxsize=8)(self._counted)
+        self._counting = threading.Lock()
+
+    def before(self, number: int) -> NDArray[np.int64]:
+        """Return how many images of each source the first `number` micro-batches have, (sources,)."""
+        periods, rest = divmod(number, self.period)
+        with self._counting:
+            while len(self._starts) <= rest // _PORTION:
+                self._starts.append(self._counted(len(self._starts) - 1)[-1])
+            left = self._portion(rest // _PORTION)[rest % _PORTION]
+        given = [periods * rest + count for rest, count in zip(self._rest, left, strict=True)]
+        return number * self._whole + np.array(given, dtype=np.int64)
+
+    def _counted(self, portion: int) -> list[tuple[int, ...]]:
+        """Return how many of the images left each source got before each micro-batch of a portion, and after it."""
+        given = list(self._starts[portion])
+        rows = [tuple(given)]
+        for number in range(portion * _PORTION, (portion + 1) * _PORTION):
+            due = [i for i, rest in enumerate(self._rest) if (number + 1) * rest > given[i] * self.period]
+            due.sort(key=lambda i: self._deadlines(i, given[i]))
+            for i in due[: self._num_left]:
+                given[i] += 1
+            rows.append(tuple(given))
+        return rows
+
+    def _deadlines(self, source: int, given: int) -> list[int]:
+        """Return when its next two images are due at the latest, each followed by when it may have another one.
+
+        The first decides. The others break ties, or a later micro-batch would have more due images of one source than
+        it can take: 7 images with the weights 5 0 5 5 7 4 6 would be the first example.
+        """
+        rest = self._rest[source]
+        levels = [(given + 1) * self.period, (given + 2) * self.period]
+        return [time for level in levels for time in (-(-level // rest), level // rest + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedOrder(SampleOrder):
+    """The images at positions of a mixture: each micro-batch has the next images of every source's own sequence.
+
+    A source's images are in the order, and in the epochs, that they have without the others. They are numbered behind
+    those of the sources before it. Where the weights change, counting begins anew.
+    """
+
+    orders: list[SampleOrder]  # of each source
+    firsts: NDArray[np.int64]  # the number of each source's first image, (sources,)
+    micro_batch: int
+    spans: list[tuple[float, float, Shares]]  # micro-batches of the run: first, end, and how they are shared
+
+    def counts_before(self, number: int) -> NDArray[np.int64]:
+        """Return how many images of each source the first `number` micro-batches of the run have, (sources,)."""
+        spans = [(int(min(number, end) - start), shares) for start, end, shares in self.spans if start <= number]
+        total: NDArray[np.int64] = np.sum([shares.before(length) for length, shares in spans], axis=0)
+        return total
+
+    def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (images, epochs of their sources) at `positions`, each of the same shape; see `SampleOrder`."""
+        numbers, rows = np.unique(positions // self.micro_batch, return_inverse=True)
+        before = np.stack([self.counts_before(number) for number in numbers.tolist()])
+        ends = np.cumsum(np.stack([self.counts_before(number + 1) for number in numbers.tolist()]) - before, axis=1)
+        # A micro-batch has the images of the first source, then those of the second, ...
+        within = positions % self.micro_batch
+        sources = (within[:, None] >= ends[rows]).sum(axis=1)
+        begins = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
+        own = before[rows, sources] + within - begins[rows, sources]
+        images = np.empty_like(positions)
+        epochs = np.empty_like(positions)
+        for source, order in enumerate(self.orders):
+            here = sources == source
+            found, epochs[here] = order.images_at(own[here])
+            images[here] = found + self.firsts[source]
+        return images, epochs
+
+    def numbers_in_source(self, images: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the numbers of `images` in the dataset that they come from."""
+        return images - self.firsts[np.searchsorted(self.firsts, images, side="right") - 1]
+
+
+def mixed_order(
+    config: SampleConfig, sources: Sequence[int], labels: NDArray[np.integer], kept: NDArray[np.bool_] | None
+) -> MixedOrder:
+    """Return the order of a mixture.
+
+    Args:
+        sources: the number of images of each source.
+        labels, kept: of all images, see `SampleOrder.of`.
+    """
+    data, batch = config.data, config.batch
+    ends = np.cumsum(np.array(sources, dtype=np.int64))
+    parts = [slice(end - count, end) for end, count in zip(ends, sources, strict=True)]
+    orders = [SampleOrder.of(config, labels[part], None if kept is None else kept[part]) for part in parts]
+    num_images = data.epoch_images or sum(order.num_images for order in orders)
+    starts = [config.steps(epoch, num_images) * batch.num_micro_batches for epoch, _ in data.mix_weights]
+    shares = [Shares(weights, batch.micro_batch) for _, weights in data.mix_weights]
+    return MixedOrder(
+        num_images,
+        seed=data.seed,
+        shuffle="none",  # its own is the merge
+        orders=orders,
+        firsts=ends - np.array(sources, dtype=np.int64),
+        micro_batch=batch.micro_batch,
+        spans=list(zip(starts, [*starts[1:], math.inf], shares, strict=True)),
+    )

@@ -1,0 +1,270 @@
+"""Mixtures of datasets: exact shares in every micro-batch, each dataset in its own epochs, on any number of ranks."""
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dali_train import TrainLoader, cli
+from dali_train.config import Config, load_config
+from dali_train.data.dataset.index import Split, open_split
+from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, Segment
+from dali_train.errors import ConfigError
+from dali_train.extras.mixture.merge import MixedOrder, Shares
+from dali_train.extras.proof.prove import prove
+from tests.conftest import Train, jpeg, photograph
+from tests.helpers import loader_of, samples, words
+
+ALONE: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "device": "cpu", "num_threads": 1}
+ART = {"class 1": 7, "drawing": 9, "print": 5}
+"""The classes of a second dataset, of which `dataset` has the first, and their images."""
+
+
+@pytest.fixture(scope="module")
+def art(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index in place of 21 images of the classes `ART`."""
+    directory = tmp_path_factory.mktemp("art")
+    for number, (name, count) in enumerate(ART.items()):
+        (directory / "files" / name).mkdir(parents=True)
+        for image in range(count):
+            content = jpeg(photograph(100 * number + image, 40 + image, 60 - image))
+            (directory / "files" / name / f"{name}-{image}.jpg").write_bytes(content)
+    assert cli.main(["data", "index", str(directory / "files"), "--out", str(directory / "index")]) == 0
+    return directory / "index"
+
+
+@pytest.fixture
+def mixed(config: Config, art: Path) -> Config:
+    return config.replace({"data.mix": (("photos", config.data.root, 3), ("art", str(art), 1))})
+
+
+def micro_batches_of(config: Config) -> MicroBatches:
+    split = open_split(config.data, "train")
+    return MicroBatches(split.rows, config, kept=split.kept, sources=split.sources)
+
+
+def stream(config: Config, steps: int) -> list[MicroBatch]:
+    """All micro-batches of the first `steps`."""
+    micro_batches = micro_batches_of(config)
+    return [micro_batches(step, k) for step in range(steps) for k in range(micro_batches.num_per_step)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "size"),
+    [
+        ((1,), 7),
+        ((0.6, 0.4), 16),
+        ((3, 1, 0), 10),
+        ((0.1, 0.2, 0.7), 3),
+        ((5, 0, 5, 5, 7, 4, 6), 31),  # needs the second deadlines
+        ((4, 6, 6, 9, 9, 4, 9), 31),
+        ((1_281_167, 50_000, 7), 256),
+        ((1 / 3, 0.1, 2), 32),
+    ],
+)
+def test_every_micro_batch_and_every_prefix_has_its_shares(weights: tuple[float, ...], size: int) -> None:
+    shares = Shares(weights, size)
+    before = np.stack([shares.before(number) for number in range(10_001)])
+    counts = np.diff(before, axis=0)
+    assert (counts.sum(axis=1) == size).all()
+    exact = [size * Fraction(repr(weight)) / sum(Fraction(repr(each)) for each in weights) for weight in weights]
+    for source, share in enumerate(exact):
+        assert counts[:, source].min() >= share - share % 1 and counts[:, source].max() < share + 1
+        assert max(abs(int(count) - number * share) for number, count in enumerate(before[:, source])) < 1
+    # From the middle, as after a resume, and behind a whole period.
+    np.testing.assert_array_equal(Shares(weights, size).before(7_777), before[7_777])
+    if shares.period < 1000:
+        far = 10**9 * shares.period + 13
+        assert [int(n) for n in shares.before(far) - before[13]] == [10**9 * shares.period * one for one in exact]
+
+
+@pytest.mark.parametrize("shuffle", ["full", "balanced", "none"])
+def test_one_dataset_is_as_without_a_mixture(shuffle: str, config: Config) -> None:
+    config = config.replace({"data.shuffle": shuffle, "data.repeats": 2, "data.augment": "rand"})
+    alone = config.replace({"data.mix": (("photos", config.data.root, 0.7),)})
+    for one, other in zip(stream(config, 5), stream(alone, 5), strict=True):
+        for name, value in vars(one).items():
+            np.testing.assert_array_equal(value, getattr(other, name), err_msg=name)
+
+
+def test_each_dataset_goes_through_its_own_epochs_as_it_does_alone(mixed: Config, art: Path) -> None:
+    batches = stream(mixed, 20)
+    roots = {"photos": mixed.data.root, "art": str(art)}
+    first = 0
+    for name, share in (("photos", 3), ("art", 1)):
+        size = len(Split(roots[name], "train"))
+        parts = [(batch, (first <= batch.images) & (batch.images < first + size)) for batch in batches]
+        assert all(here.sum() == share for _, here in parts)  # of 4
+        images = np.concatenate([batch.images[here] for batch, here in parts]) - first
+        for epoch in range(len(images) // size):
+            assert sorted(images[epoch * size : (epoch + 1) * size]) == list(range(size))
+        alone = mixed.replace({"data.root": roots[name], "data.mix": (), "mixup.alpha": 0.0})
+        alone = alone.replace({"batch.global_batch": 8 * share, "batch.micro_batch": share})
+        for value in ("images", "boxes", "flips"):
+            theirs = np.concatenate([getattr(batch, value) for batch in stream(alone, 20)])
+            ours = np.concatenate([getattr(batch, value)[here] for batch, here in parts])
+            np.testing.assert_array_equal(ours - first if value == "images" else ours, theirs)
+        first += size
+    assert first == 71 == open_split(mixed.data, "train").num_images
+
+
+def test_four_three_and_one_coordinates_continue_each_other_across_a_change_of_weights(mixed: Config) -> None:
+    config = mixed.replace({"data.mix_until": ((1.5, 0, 1), (3, 0.25, 0.75)), "data.epoch_images": 40})
+    order = micro_batches_of(config).order
+    assert isinstance(order, MixedOrder)
+    assert [first for first, _, _ in order.spans] == [0, 2 * 8, 4 * 8]  # of 32 images, rounded up
+    expected = {(batch.step, batch.k): batch for batch in stream(config, 6)}
+    counts = [int((batch.images < 50).sum()) for batch in expected.values()]
+    assert counts == [0] * 16 + [1] * 16 + [3] * 16
+    seen = {}
+    for start, stop, ranks in ((0, 1, 4), (1, 3, 3), (3, 6, 1)):
+        for rank in range(ranks):
+            micro_batches = micro_batches_of(config)  # each in a process of its own
+            for step, k in Segment(config=config, start_step=start, dp_rank=rank, dp_size=ranks):
+                if step >= stop:
+                    break
+                seen[step, k] = micro_batches(step, k)
+    assert seen.keys() == expected.keys()
+    for place, batch in expected.items():
+        for name, value in vars(batch).items():
+            np.testing.assert_array_equal(value, getattr(seen[place], name), err_msg=name)
+
+
+def test_a_loader_of_two_datasets_has_the_trainers_tensors(mixed: Config, art: Path) -> None:
+    mixed = mixed.replace({"mixup.alpha": 0.0, "data.mix": (("a", mixed.data.root, 0.6), ("b", str(art), 0.4))})
+    trainers = loader_of(mixed)
+    datasets = {mixed.data.root: 0.6, str(art): 0.4}
+    own = TrainLoader(datasets, batch_size=4, global_batch=32, image_size=32, **ALONE)
+    alone = [TrainLoader(root, batch_size=4, image_size=32, **ALONE) for root in datasets]
+    assert own.num_classes == 5 + 2 and own.steps(1) == 3
+    for number in range(3 * 8):
+        batch = trainers.next()
+        images, labels = next(iter(own))
+        assert torch.equal(images, batch.images) and torch.equal(labels, batch.targets[:, 0])
+        # They are those of each dataset alone, photographs first.
+        assert own.micro_batch is not None
+        is_art = own.micro_batch.images >= 50
+        assert int(is_art.sum()) in (1, 2) and not is_art[:2].any()
+        if number == 0:
+            first = alone[0].next()
+            assert torch.equal(first.images[: 4 - int(is_art.sum())], images[: 4 - int(is_art.sum())])
+    state = own.state_dict()
+    other = TrainLoader({mixed.data.root: 0.5, str(art): 0.5}, batch_size=4, global_batch=32, image_size=32, **ALONE)
+    with pytest.raises(ConfigError, match=r"weights 0 0.6,0.4, .*weights 0 0.5,0.5, "):
+        other.load_state_dict(state)
+
+
+def test_classes_are_those_of_all_or_found_by_name(mixed: Config) -> None:
+    names = open_split(mixed.data, "train").manifest.class_names
+    assert names == (*Split(mixed.data.root, "train").manifest.class_names, "drawing", "print")
+    validation = open_split(mixed.data, "validation")
+    assert validation.manifest.class_names == names and len(validation) == 13
+    labels = open_split(mixed.data, "train").rows["label"]
+    assert np.bincount(labels[50:]).tolist() == [7 if name == "class 1" else 0 for name in names[:5]] + [9, 5]
+    # Of an epoch's 71 images, 3 in 4 are photographs, as many of each class.
+    counts = dict.fromkeys(names, 11) | {"class 1": 17, "drawing": 8, "print": 4}
+    assert open_split(mixed.data, "train").class_counts.tolist() == list(counts.values())
+    with pytest.raises(ConfigError, match=r"data.mix art: class 'drawing' of .* is not among the 5"):
+        open_split(replace(mixed.data, mix_classes="by-name"), "train")
+    given = replace(mixed.data, mix_classes={"art": {"drawing": "class 3", "print": "class 3"}})
+    labels = open_split(given, "train").rows["label"]
+    expected = [0, 0, 0, 0, 0]
+    expected[names.index("class 1")] = 7
+    expected[names.index("class 3")] = 14
+    assert np.bincount(labels[50:], minlength=5).tolist() == expected
+    in_order = replace(given, mix_classes={"art": ("class 1", "class 3", "class 3")})
+    np.testing.assert_array_equal(open_split(in_order, "train").rows["label"], labels)
+    for wrong, message in (
+        ({"art": {"sketch": "class 3"}}, "art: .* has no class 'sketch'"),
+        ({"art": {"drawing": "class 9", "print": "class 3"}}, "'drawing' .* takes for 'class 9', is not among"),
+        ({"art": ("class 3",)}, "1 class for the 3 of"),
+        ({"arts": ()}, "names 'arts', which is none of data.mix: use photos, art"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_split(replace(mixed.data, mix_classes=wrong), "train")
+
+
+def test_images_are_left_out_by_their_numbers_in_the_mixture(mixed: Config, tmp_path: Path) -> None:
+    file = tmp_path / "excluded.csv"
+    file.write_text("3\n52\n")
+    without = mixed.replace({"data.exclude": str(file)})
+    assert open_split(without.data, "train").num_images == 69
+    images = np.concatenate([batch.images for batch in stream(without, 10)])
+    assert not {3, 52} & {*images.tolist()}
+    for first, last in ((0, 50), (50, 71)):
+        own = images[(first <= images) & (images < last)]
+        assert len({*own[: last - first - 1].tolist()}) == last - first - 1  # in the first epoch each other one once
+    file.write_text("\n".join(map(str, range(50, 71))))
+    with pytest.raises(ConfigError, match="leaves no image of art"):
+        open_split(without.data, "train")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.mix": (("a", "x", 1), ("a", "y", 1))}, "use each name once"),
+        ({"data.mix": (("a", "x", 0), ("b", "y", 0))}, "at least one weight over 0"),
+        ({"data.mix_until": ((1, 1),)}, "row 1,1: use an epoch and the weights of photos, art"),
+        ({"data.mix_until": ((2, 1, 1), (1, 1, 0))}, "use increasing epochs"),
+        ({"data.mix_until": ((2, 0, 0),)}, "at least one weight over 0 at any time"),
+        (
+            {"data.mix": (), "data.epoch_images": 10},
+            "data.epoch_images is 10 with data.mix .*: it belongs to a mixture",
+        ),
+        ({"data.shuffle": "block"}, "with data.shuffle block: blocks are dealt"),
+        ({"data.local_copy": "disk"}, "with data.local_copy disk: it takes one dataset"),
+        ({"data.reader": "dali", "hooks.trace_samples": False}, "data.reader is dali with data.mix"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str, mixed: Config) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mixed.replace(changes)
+
+
+def test_a_run_is_proven_resumed_and_a_change_is_named(
+    mixed: Config, art: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = mixed.data.root
+    options = ("--data.mix", f"photos,{root},3", f"art,{art},1", *words("--data.mix_until 1,0,1 --hooks.ledger true"))
+    train("run", *options, *words("--run.epochs 2 --run.max_steps 2"), ranks=2)
+    refused = train("run", *options, "--data.mix_until", "1,1,1", *words("--run.epochs 2"), status=2)
+    assert "data.mix_until [[1, 0, 1]] -> [[1, 1, 1]]" in refused
+    other = ("--data.mix", f"photos,{root},2", f"art,{root},1")
+    refused = train("run", *options, *other, *words("--run.epochs 2"), status=2)
+    assert "data.mix photos (weight) 3 -> 2" in refused and "data.mix art (dataset) 21 images" in refused
+    train("run", *options, *words("--run.epochs 2"))
+    run = tmp_path / "run"
+    config = load_config(run / "config.json")
+    assert samples(run) == {(batch.step, batch.k): batch.images.tolist() for batch in stream(config, 5)}
+    capsys.readouterr()
+    assert prove(run, dataset=None, all_draws=True)
+    check_what_shows_it(run, capsys)
+    for row, column, value, named in ((0, 2, 2, "photos (weight) 3 -> 2"), (1, 1, root, "art (dataset) 21 images")):
+        settings = config.replace({"data.mix": [list(each) for each in config.data.mix]}).flat()["data.mix"]
+        changed = [list(each) for each in settings]
+        changed[row][column] = value
+        (run / "config.json").write_text(config.replace({"data.mix": changed}).to_json())
+        assert not prove(run, dataset=None, all_draws=False)
+        assert f"data.mix {named}" in capsys.readouterr().out
+
+
+def check_what_shows_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Images and epochs of each dataset in the plan and in the report, and in the ledger; files of a step's images."""
+    use = "photos: 0.0% from epoch 0, 75.0% from epoch 1; 48 images in 5 steps, 0.96 epochs of 50"
+    assert cli.main(["plan", "--config", str(run / "config.json")]) == 0
+    planned = capsys.readouterr().out
+    assert f"mixture        {use}\n               art: 100.0% from epoch 0, 25.0% from epoch 1; 112 images" in planned
+    assert cli.main(["report", str(run)]) == 0
+    assert use in (run / "report" / "index.html").read_text()
+    assert cli.main(["blame", str(run), "--step", "4", "--images", "40"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("photos:") for line in lines) == 24  # whose records have no names of files
+    assert sum("art: drawing/drawing-" in line or "art: print/" in line or "art: class" in line for line in lines) == 8
+    values = [np.load(path) for path in sorted((run / "ledger").glob("*.npy"))]
+    assert [len(each) for each in values] == [71, 71, 71]
+    known = np.isfinite(values[0]["loss"])
+    assert not known[:50].any() and known[50:].all()
