@@ -1,5 +1,6 @@
 """Several labels an image, from a table to the measurements: against timm's losses and scikit-learn's measures."""
 
+import copy
 import csv
 import io
 import json
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from sklearn.metrics import average_precision_score, f1_score
 from timm.data.mixup import mixup_target
 from torch import nn
@@ -31,7 +33,7 @@ from dali_train.extras.several_labels.evaluation import SeveralLabelsEvaluator, 
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined
-from dali_train.training.build import prepare, training_classes
+from dali_train.training.build import build_loader, build_trainer, prepare, training_classes
 from dali_train.training.loss import TrainingClasses, make_objective
 from dali_train.training.precision import Precision
 from tests.config.test_config import config as config_of
@@ -300,6 +302,39 @@ def test_measures_are_scikit_learns() -> None:
     assert np.isnan(average_precisions(scores, own)[5])
     for ours, average in zip(f1_scores(scores > 0, own), ("micro", "macro", "samples"), strict=True):
         assert ours == pytest.approx(f1_score(own, scores > 0, average=average, zero_division=0), abs=1e-12)
+
+
+def test_steps_are_those_of_a_plain_loop(several_config: Path, tmp_path: Path) -> None:
+    """Of a few lines of torch, with the labels as they were written into the table."""
+    still: dict[str, Any] = {
+        f"model.kwargs.{name}": 0.0 for name in ("pos_drop_rate", "proj_drop_rate", "drop_path_rate")
+    }
+    settings = {"loss.name": "binary-cross-entropy", "optimizer.name": "sgd", "precision.dtype": "fp64"}
+    still |= {"optimizer.weight_decay": 0.0, "optimizer.clip_grad_norm": None}
+    config = load_config(several_config).replace(still | settings | {"run.dir": str(tmp_path / "run")})
+    plan = prepare(config, Launch(world_size=1, port=1), CPU)
+    trainer = build_trainer(config, plan.layout, plan.num_classes, CPU, plan.classes)
+    model = copy.deepcopy(trainer.model)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    labels = [EXPECTED[Path(name).name] for name in plan.split.file_names()]
+    ours = build_loader(plan)
+    theirs = build_loader(plan)
+    for step in range(3):
+        trainer.step(step, 0.1, ours)
+        for _ in range(8):
+            batch = theirs.next()
+            hot = torch.tensor(
+                [[float(one in labels[image]) for one in range(5)] for image in batch.micro_batch.images]
+            )
+            share = batch.lambdas[:, None]
+            mixed = share * hot + (1 - share) * hot[batch.micro_batch.partners]
+            loss = F.binary_cross_entropy_with_logits(model(batch.images.double()), mixed.double())
+            (loss / 8).backward()
+        plain.step()
+        plain.zero_grad()
+    reached = dict(model.named_parameters())
+    differences = {name: (own - reached[name]).abs().max().item() for name, own in trainer.model.named_parameters()}
+    assert max(differences.values()) < 1e-6, differences  # targets are mixed in float32 here
 
 
 class FirstPixels(nn.Module):
