@@ -277,6 +277,7 @@ KILLED = Compared(
         *AUGMENTED,
         *words("--data.repeats 2 --data.progressive 2,16 6,24 --model.kwargs.dynamic_img_size true"),
         *("--data.exclude", EXCLUDED),
+        *("--data.mix", "1,{root},2", "2,{root},1", "--data.mix_until", "1,1,0", "--data.epoch_images", "48"),
     ),
     2,
     resumed=True,
@@ -285,9 +286,10 @@ KILLED = Compared(
 
 
 def test_a_run_with_a_recipes_options_whose_ranks_were_killed_ends_with_the_same_bits(
-    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
+    start_training: StartTraining, train: Train, dataset: Path, tiny_config: Path, tmp_path: Path
 ) -> None:
-    options, ranks = (*KILLED.options, *OFTEN), KILLED.ranks
+    ranks = KILLED.ranks
+    options = (*(option.format(root=dataset) for option in KILLED.options), *OFTEN)
     train("undisturbed", *options, ranks=ranks)
     kill_after_step_4(start_training, tiny_config, "killed", *options, ranks=ranks)
     assert "resuming from step" in train("killed", *options, ranks=ranks)
