@@ -29,7 +29,7 @@ from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
 from dali_train.files import open_regular
 from dali_train.hooks import Hook
-from dali_train.hooks.records import RunStart
+from dali_train.hooks.records import RunStart, StepRecord
 from dali_train.parallel.layout import Layout
 from dali_train.training.loss import at_least_float32
 
@@ -78,7 +78,8 @@ class Ledger(Hook):
         self._num_rows = len(record.split.rows)
         self._directory = record.directory / "ledger"
         self._writes = record.launch.rank == 0
-        self._on_device: list[torch.Tensor] = []  # of each micro-batch, (n, 2) float16
+        self._of_step: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each micro-batch, see `losses_and_margins`
+        self._on_device: list[torch.Tensor] = []  # of each step, (n, 2) float16
         self._on_host: list[NDArray[np.float16]] = []
         self._positions: list[NDArray[np.int64]] = []  # of each micro-batch in the training sequence, (n,)
         self._images: list[NDArray[np.int64]] = []
@@ -87,10 +88,18 @@ class Ledger(Hook):
         record.observers.append(self._observe)
 
     def _observe(self, batch: Batch, logits: torch.Tensor) -> None:
-        right = batch.targets if batch.micro_batch.is_mixed else batch.targets[:, :1]
-        self._on_device.append(losses_and_margins(logits, right))
+        right = batch.targets if batch.micro_batch.is_mixed else batch.targets[:, :1].expand(-1, 2)
+        self._of_step.append((logits.clone(), right.clone()))  # the next micro-batch may have their memory
         self._positions.append(batch.micro_batch.positions)
         self._images.append(batch.micro_batch.images)
+
+    def step(self, record: StepRecord) -> None:
+        """Compute the values of all micro-batches at once: with small ones, starting operators takes most of the
+        time."""
+        if self._of_step:
+            logits, right = map(torch.cat, zip(*self._of_step, strict=True))
+            self._on_device.append(losses_and_margins(logits, right))
+            self._of_step.clear()
 
     def measure(self) -> Mapping[str, float]:
         """Copy to the host, which has waited for the device."""
