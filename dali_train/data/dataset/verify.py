@@ -133,9 +133,10 @@ def _names(root: Path | str, split: SplitName) -> set[str]:
 def _check_classes(split: Split, findings: Findings) -> None:
     labels = split.rows["label"]
     if labels.min() < 0 or labels.max() >= split.manifest.num_labels:
+        numbered = "classes" if split.label_sets is None else "sets of classes"
         findings.problems.append(
             f"{split.name}: the index has labels {labels.min()} to {labels.max()}, there are "
-            f"{split.manifest.num_labels} from 0"
+            f"{split.manifest.num_labels} {numbered} from 0"
         )
         return
     counts = split.count_classes(labels)
