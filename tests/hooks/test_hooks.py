@@ -394,16 +394,18 @@ def test_predictions_of_a_raw_dataset(train: Train, tmp_path: Path) -> None:
 
 def test_the_progress_bar_is_not_truncated(start_training: StartTraining, tmp_path: Path) -> None:
     """On a real terminal of 70 columns: time left comes first, and what does not fit is left out as a piece."""
-    whole = {
-        r"left .+",
+    parts = [
+        r"left [\d.]+ \w+( [\d.]+ \w+)?",
         "evaluation|checkpoint",
         r"step \d+/7",
         r"epoch \d\.\d\d",
-        r"loss \d\.\d{4}",
+        r"loss \d+\.\d{4}",
         r"lr [\d.e-]+",
         r"[\d,]+ images/s",
         r"data wait \d+%",
-    }
+    ]
+    part = "|".join(f"({one})" for one in parts)
+    whole = re.compile(rf" *\d+ % \|.{{12}}\|( ({part})(  ({part})){{2,}})?")
     reader, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 70))
     (tmp_path / "run.log").symlink_to(os.ttyname(terminal))
@@ -418,12 +420,11 @@ def test_the_progress_bar_is_not_truncated(start_training: StartTraining, tmp_pa
     pieces = re.split(r"[\r\n]|\x1b\[A", b"".join(shown).decode())  # the last one goes back to the line above
     bars = [text for text in pieces if "% |" in text]
     assert len(bars) >= 7
-    assert all(len(bar.strip()) <= 70 for bar in bars)
-    texts = [text for bar in bars if (text := bar.split("| ")[-1].strip())]
-    for text in texts:
-        parts = text.split("  ")
-        assert parts[0].startswith("left ") and len(parts) >= 3, text
-        assert all(any(re.fullmatch(one, part) for one in whole) for part in parts), text
+    for bar in bars:
+        drawn = whole.match(bar)
+        assert drawn is not None and len(drawn[0].strip()) <= 70, bar
+        # tqdm truncates at the terminal's width: behind a longer line is what another library wrote.
+        assert not bar[drawn.end() :].strip() or len(bar.strip()) > 70, bar
     assert fitting(["left 3 s", "step 1/7", "loss 1"], 100) == "left 3 s  step 1/7  loss 1"
 
 
