@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from dali_train.config import HooksConfig
 from dali_train.data.dataset.index import map_array
 from dali_train.data.dataset.write_index import write_array
-from dali_train.data.loading.pipelines import Batch
-from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.data.loading.pipelines import Batch, to_device_of
+from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import ConfigError
 from dali_train.files import open_regular
 from dali_train.hooks import Hook
@@ -78,7 +78,8 @@ class Ledger(Hook):
         self._num_rows = len(record.split.rows)
         self._directory = record.directory / "ledger"
         self._writes = record.launch.rank == 0
-        self._of_step: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each micro-batch, see `losses_and_margins`
+        self._logits_are_reused = record.config.model.compile == "cuda-graphs"  # by the next micro-batch
+        self._of_step: list[tuple[MicroBatch, torch.Tensor]] = []  # with its logits, (n, classes)
         self._on_device: list[torch.Tensor] = []  # of each step, (n, 2) float16
         self._on_host: list[NDArray[np.float16]] = []
         self._positions: list[NDArray[np.int64]] = []  # of each micro-batch in the training sequence, (n,)
@@ -88,18 +89,20 @@ class Ledger(Hook):
         record.observers.append(self._observe)
 
     def _observe(self, batch: Batch, logits: torch.Tensor) -> None:
-        right = batch.targets if batch.micro_batch.is_mixed else batch.targets[:, :1].expand(-1, 2)
-        self._of_step.append((logits.clone(), right.clone()))  # the next micro-batch may have their memory
-        self._positions.append(batch.micro_batch.positions)
-        self._images.append(batch.micro_batch.images)
+        self._of_step.append((batch.micro_batch, logits.clone() if self._logits_are_reused else logits))
 
     def step(self, record: StepRecord) -> None:
         """Compute the values of all micro-batches at once: with small ones, starting operators takes most of the
         time."""
-        if self._of_step:
-            logits, right = map(torch.cat, zip(*self._of_step, strict=True))
-            self._on_device.append(losses_and_margins(logits, right))
-            self._of_step.clear()
+        if not self._of_step:
+            return
+        micro_batches, logits = zip(*self._of_step, strict=True)
+        self._of_step.clear()
+        right = [one.targets if one.is_mixed else one.targets[:, [0, 0]] for one in micro_batches]
+        together = torch.cat(logits)
+        self._on_device.append(losses_and_margins(together, to_device_of(together, np.concatenate(right))))
+        self._positions += [one.positions for one in micro_batches]
+        self._images += [one.images for one in micro_batches]
 
     def measure(self) -> Mapping[str, float]:
         """Copy to the host, which has waited for the device."""
