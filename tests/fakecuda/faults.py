@@ -64,7 +64,7 @@ FAULTS: dict[str, Fault] = {
         "ValueError: cannot convert float NaN",
     ),
     "wait: result of an evaluation": Fault(
-        "dali_train.training.metrics:Evaluator.run",
+        "dali_train.training.metrics:Evaluator._result",
         "sums.tolist()",
         "sums.to('cpu', non_blocking=True).tolist()",
         "evaluated nan of 13 images",

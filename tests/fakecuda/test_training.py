@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dali_train.cli import main
 from dali_train.config import ParallelConfig
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize
 from dali_train.runtime.launch import Launch
+from tests.conftest import TINY_CONFIG
+from tests.extras.test_several_labels import ON_SEVERAL, write_table
 from tests.fakecuda.conftest import FakeRun, RunOnFake
 from tests.fakecuda.device import OnHost, Watch, without_values
 from tests.fakecuda.jobs import kernels
@@ -37,7 +40,16 @@ from tests.helpers import (
 )
 from tests.parallel.test_parallel import INTERLEAVED, OPTIONS, SEQUENCE
 from tests.ranks import POOL
-from tests.test_exactness import AUGMENTED, BATCH_NORM, BLOCK_ORDER, IN_BLOCKS, REPEATED, SIGNS_COUNT, VIT5_WITH_MUON
+from tests.test_exactness import (
+    AUGMENTED,
+    BATCH_NORM,
+    BLOCK_ORDER,
+    IN_BLOCKS,
+    MIXED,
+    REPEATED,
+    SIGNS_COUNT,
+    VIT5_WITH_MUON,
+)
 from tests.test_exactness_table import COMPARED, settings
 from tests.training.test_noise_scale import ONE_MEASUREMENT
 from tests.training.test_optimizers import TIMM
@@ -119,6 +131,24 @@ def test_a_layout_computes_what_one_process_does(name: str, on_fake: RunOnFake, 
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12) and ours["ema_top1"] == theirs["ema_top1"]
 
 
+def test_a_mixture_computes_what_a_cpu_does(on_fake: RunOnFake, on_cpu: OnCpu, dataset: Path) -> None:
+    options = (*(option.format(root=dataset) for option in MIXED), *THREE_STEPS)
+    check(on_fake("run", *options), on_cpu(*options))
+
+
+SEVERAL_LABELS = (*ON_SEVERAL.options, *words("--run.epochs 2 --schedule.warmup_epochs 1"))
+
+
+def test_several_labels_compute_what_a_cpu_does(on_fake: RunOnFake, on_cpu: OnCpu, tmp_path: Path) -> None:
+    table, index, config = write_table(tmp_path / "images"), tmp_path / "index", tmp_path / "several.py"
+    assert main(["data", "index", str(table), "--out", str(index), "--label-separator", ";"]) == 0
+    config.write_text(TINY_CONFIG.format(root=str(index)))
+    run, expected = on_fake("run", *SEVERAL_LABELS, config=config), on_cpu(*SEVERAL_LABELS, config=config)
+    check(run, expected)
+    for ours, theirs in zip(events(run.directory, "eval"), events(expected, "eval"), strict=True):
+        assert ours["ema_mean_ap"] == pytest.approx(theirs["ema_mean_ap"], rel=1e-12)
+
+
 CONVOLUTIONS = {
     "alone": (1, BATCH_NORM),
     "ddp-2": (2, BATCH_NORM),
@@ -177,7 +207,7 @@ def test_evaluation_waits_only_where_it_reads_its_result(on_fake: RunOnFake, on_
     run = on_fake("run", *options)
     waits = run.waits("evaluate")
     # Predictions, scores, sums and counts by class, each copied and awaited.
-    assert set(waits) == {"training/metrics.py run"} and waits.total() <= 4 * 2
+    assert set(waits) == {"training/metrics.py _result"} and waits.total() <= 4 * 2
     assert not run.faults
     ours, theirs = (events(directory, "eval") for directory in (run.directory, on_cpu(*options)))
     assert [event["loss"] for event in ours] == pytest.approx([event["loss"] for event in theirs], rel=1e-4)
@@ -238,7 +268,7 @@ def test_a_graph_is_captured_by_cudas_rules(name: str, tmp_path: Path) -> None:
 
 def test_all_settings_of_the_table_are_here() -> None:
     here = [(*BATCH_NORM, *words("--model.compile blocks"))]
-    here += [*ALONE.values(), *((*SPLIT, *layout) for _, layout, _ in LAYOUTS.values())]
+    here += [MIXED, SEVERAL_LABELS, *ALONE.values(), *((*SPLIT, *layout) for _, layout, _ in LAYOUTS.values())]
     known = {setting for options in here for setting in settings(options)}
     table = {setting for compared in COMPARED for setting in settings(compared.options)}
     table.discard("views")  # an argument of the loader, which no run of the trainer has
