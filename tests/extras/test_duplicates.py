@@ -9,7 +9,7 @@ from PIL import Image
 
 from dali_train import cli
 from dali_train.data.dataset.index import kept_images
-from dali_train.extras.duplicates.find import MOST_DHASH, MOST_PHASH, groups_of
+from dali_train.extras.duplicates.near_duplicates import MOST_DHASH, MOST_PHASH, groups_of
 from tests.conftest import jpeg, photograph
 from tests.convert.files import write_folder
 

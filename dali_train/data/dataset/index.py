@@ -58,7 +58,10 @@ _LARGEST_LABELS = 10_000_000  # bytes; those of ReaL have 0.6 million
 _LARGEST_EXCLUDED = 1_000_000_000  # bytes
 
 
-SEVERAL_LABELS_REMEDY = "use a dataset with one; docs/several-labels.md names the commands for several"
+NEEDS_ONE_LABEL = (
+    "its images have several labels, and this needs one: use a dataset with one; docs/several-labels.md names the "
+    "commands for several"
+)
 
 
 class Split:
@@ -116,9 +119,7 @@ class Split:
         self.label_sets: NDArray[np.int32] | None = None
         if self.manifest.label_sets is not None:
             if not several_labels:
-                raise ConfigError(
-                    f"{root}: its images have several labels, and this needs one: {SEVERAL_LABELS_REMEDY}"
-                )
+                raise ConfigError(f"{root}: {NEEDS_ONE_LABEL}")
             self.label_sets = self._padded(self.manifest.label_sets)
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
         self.kept: NDArray[np.bool_] | None = None if exclude is None else kept_images(exclude, len(self))
@@ -154,12 +155,17 @@ class Split:
         weighted = np.bincount(self.label_sets[is_there], weights=of_each, minlength=self.num_classes)
         return weighted.astype(np.int64)
 
-    def label_text(self, label: int) -> str:
-        """Return the name of the class that a label of the index stands for, or the names of several."""
+    def label_text(self, label: int, names: Sequence[str] = ()) -> str:
+        """Return the name of the class that a label of the index stands for, or the names of several.
+
+        Args:
+            names: of the classes, instead of the dataset's.
+        """
+        names = names or self.manifest.class_names
         if self.label_sets is None:
-            return self.manifest.class_names[label]
+            return names[label]
         classes = self.label_sets[label]
-        return ", ".join(self.manifest.class_names[number] for number in classes[classes >= 0]) or "no class"
+        return ", ".join(names[number] for number in classes[classes >= 0]) or "no class"
 
     @property
     def num_images(self) -> int:

@@ -23,7 +23,7 @@ from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import check_registered
 from dali_train.commands.evaluate import joined_and_watched
 from dali_train.config import Config, ParallelConfig
-from dali_train.data.dataset.index import SEVERAL_LABELS_REMEDY
+from dali_train.data.dataset.index import NEEDS_ONE_LABEL
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.progress import Progress
@@ -125,9 +125,7 @@ def _training(trainer: Trainer, loader: TrainLoader, plan: RunPlan, begin: int, 
 def _look_at(run: RunDirectory, plan: RunPlan, step: int, count: int) -> list[Blamed]:
     """Return the images of `step` (from 1), largest loss first; those after the first `count` without pixels."""
     if plan.split.label_sets is not None:
-        raise ConfigError(
-            f"{run.directory}: its images have several labels, and this needs one: {SEVERAL_LABELS_REMEDY}"
-        )
+        raise ConfigError(f"{run.directory}: {NEEDS_ONE_LABEL}")
     trainer, loader, begin = _before(run, plan, step)
     for _ in _training(trainer, loader, plan, begin, step - 1):
         pass

@@ -23,7 +23,7 @@ def add_duplicates_action(actions: Actions) -> None:
 
 
 def _duplicates(options: argparse.Namespace) -> int:
-    from dali_train.extras.duplicates.find import duplicates
+    from dali_train.extras.duplicates.near_duplicates import duplicates
 
     for line in duplicates(options.dataset, num_shown=options.groups, table=options.csv, workers=options.workers):
         print(printable(line))

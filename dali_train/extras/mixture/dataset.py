@@ -60,7 +60,8 @@ class MixedSplit(Split):
             part.source_name = name
         self.sources = [len(part) for part in self.parts]
         self.firsts = np.cumsum([0, *self.sources[:-1]])  # the number of each one's first image, (sources,)
-        self.manifest = mixed_manifest(data)
+        manifests = [part.manifest for part in self.parts]
+        self.manifest = _manifest_of(data, manifests)
         self.root = metadata_directory(data.root)
         self.dataset_name = " + ".join(name for name, _, _ in data.mix)
         self.name = "train"
@@ -73,7 +74,7 @@ class MixedSplit(Split):
         self.rows = np.concatenate([part.rows for part in self.parts])
         labels = [
             numbers[part.rows["label"]]
-            for part, numbers in zip(self.parts, class_numbers(data, self.manifest.class_names), strict=True)
+            for part, numbers in zip(self.parts, class_numbers(data, manifests, self.manifest.class_names), strict=True)
         ]
         self.rows["label"] = np.concatenate(labels)
         checksums = [part.checksums for part in self.parts if part.checksums is not None]
@@ -178,7 +179,10 @@ def mixed_manifest(data: DataConfig) -> Manifest:
         ConfigError: a class has no counterpart, or some sources hold encoded images and others pixels.
         DatasetError: see `read_manifests`.
     """
-    manifests = read_manifests(data)
+    return _manifest_of(data, read_manifests(data))
+
+
+def _manifest_of(data: DataConfig, manifests: Sequence[Manifest]) -> Manifest:
     root = Manifest.read(data.root)
     encodings = {name: manifest.encoding for (name, _, _), manifest in zip(data.mix, manifests, strict=True)}
     if len({*encodings.values()}) > 1:
@@ -237,10 +241,11 @@ def _named(data: DataConfig, manifests: Sequence[Manifest]) -> list[tuple[str, t
     return [(root, manifest.class_names) for (_, root, _), manifest in zip(data.mix, manifests, strict=True)]
 
 
-def class_numbers(data: DataConfig, names: Sequence[str]) -> list[NDArray[np.int32]]:
+def class_numbers(data: DataConfig, manifests: Sequence[Manifest], names: Sequence[str]) -> list[NDArray[np.int32]]:
     """Return the class in the mixture of each class of each source, (its classes,).
 
     Args:
+        manifests: of the sources.
         names: of the mixture's classes.
 
     Raises:
@@ -253,7 +258,7 @@ def class_numbers(data: DataConfig, names: Sequence[str]) -> list[NDArray[np.int
         if name not in sources:
             raise ConfigError(f"data.mix_classes names {name!r}, which is none of data.mix: use {', '.join(sources)}")
     found = []
-    for (name, root, _), manifest in zip(data.mix, read_manifests(data), strict=True):
+    for (name, root, _), manifest in zip(data.mix, manifests, strict=True):
         theirs = manifest.class_names
         targets = given.get(name, {})
         if isinstance(targets, dict):

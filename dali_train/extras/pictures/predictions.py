@@ -11,6 +11,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,7 @@ def class_names(record: RunStart) -> tuple[str, ...]:
 
 def label_names(record: RunStart) -> Callable[[int], str]:
     """Return a function from a label of the index to the name of its class, or the names of several."""
-    names = class_names(record)
-    label_sets = record.split.label_sets
-    if label_sets is None:
-        return names.__getitem__
-    sets = label_sets
-    return lambda label: ", ".join(names[number] for number in sets[label].tolist() if number >= 0) or "no class"
+    return partial(record.split.label_text, names=class_names(record))
 
 
 def _in_words(synsets: tuple[str, ...]) -> tuple[str, ...]:
@@ -220,12 +216,15 @@ class PredictionFiles(Hook):
         """Write the table of classes with several labels an image, of which there are no other tables."""
         directory = self._directory / f"step-{record.step:08d}"
         weights = "as trained" if record.ema is None else "moving average"
-        split = Split(self._start.config.data.root, "validation", several_labels=True)
-        counts = split.count_classes(split.rows["label"])
-        by_class = zip(self._names, counts.tolist(), scores.tolist(), strict=True)
+        by_class = zip(self._names, self._images_per_class, scores.tolist(), strict=True)
         columns = ["class", "images", "average precision", "weights"]
         write_table(directory / "classes.csv", columns, ([*row, weights] for row in by_class))
         self._retire(directory)
+
+    @cached_property
+    def _images_per_class(self) -> list[int]:
+        split = Split(self._start.config.data.root, "validation", several_labels=True)
+        return split.count_classes(split.rows["label"]).tolist()
 
     def _retire(self, newest: Path) -> None:
         """Remove the tables of evaluations whose checkpoints are gone: 300 epochs would leave 900 files."""

@@ -16,7 +16,7 @@ from dali_train.config import Config
 from dali_train.config.command_line import config_with
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.extras.cost.speed import bf16_speedup
-from dali_train.runtime.status import FINISHED, START_AGAIN, read_events, read_status
+from dali_train.runtime.status import FINISHED, START_AGAIN, read_status
 from dali_train.runtime.stop import StopReason
 from dali_train.text import plural
 from dali_train.training.cost import FASTER
@@ -95,7 +95,7 @@ def _fastest_precision(config: Config) -> str:
 
 
 def _print_results(directory: Path, config: Config, dtype: str) -> None:
-    events = read_events(directory / "metrics.jsonl")
+    events = RunDirectory(directory).events
     ranks = int([event for event in events if event["event"] == "start"][-1]["ranks"])
     last = [event for event in events if event["event"] == "eval"][-1]
     rate = statistics.median(event["images_per_second"] for event in events if event["event"] == "train")
