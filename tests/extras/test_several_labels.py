@@ -17,7 +17,7 @@ from sklearn.metrics import average_precision_score, f1_score
 from timm.data.mixup import mixup_target
 from torch import nn
 
-from dali_train import TrainLoader
+from dali_train import EvalLoader, TrainLoader
 from dali_train.cli import main
 from dali_train.config import ConfigError, LossConfig, MixupConfig, load_config
 from dali_train.config.sections import SEVERAL_LABELS_LOSSES
@@ -216,8 +216,9 @@ def test_what_needs_one_label_refuses_several(
         (damaged / "dataset.json").write_text(json.dumps(values | {"label_sets": label_sets}))
         with pytest.raises(DatasetError, match=message):
             Split(damaged, "train", several_labels=True)
-    with pytest.raises(ConfigError, match="several labels"):
-        TrainLoader(str(several), batch_size=4)
+    for settings in ({"shuffle": "balanced"}, {"reader": "dali"}):
+        with pytest.raises(ConfigError, match=r"(shuffle balanced|reader dali) is for one label an image"):
+            TrainLoader(str(several), batch_size=4, **settings)
     assert main(["data", "subset", str(several), "--classes", "2", "--out", str(tmp_path / "two")]) == 2
     plain = load_config(several_config)
     binary = plain.replace({"loss.name": "binary-cross-entropy"})
@@ -335,6 +336,39 @@ def test_steps_are_those_of_a_plain_loop(several_config: Path, tmp_path: Path) -
     reached = dict(model.named_parameters())
     differences = {name: (own - reached[name]).abs().max().item() for name, own in trainer.model.named_parameters()}
     assert max(differences.values()) < 1e-6, differences  # targets are mixed in float32 here
+
+
+def test_loaders_have_the_trainers_targets(several: Path, several_config: Path) -> None:
+    config = load_config(several_config).replace({"loss.name": "binary-cross-entropy", "mixup.cutmix_alpha": 1.0})
+    objective = make_objective(
+        config, nn.Identity(), 5, CPU, training_classes(Split(several, "train", several_labels=True))
+    )
+    seen: list[torch.Tensor] = []
+    objective._loss._dense = lambda logits, soft: seen.append(soft) or soft.sum()  # type: ignore[union-attr]
+    plan = prepare(config, Launch(world_size=1, port=1), CPU)
+    trainers = build_loader(plan)
+    loader = TrainLoader.from_config(config, device="cpu")
+    pairs = TrainLoader.from_config(config, device="cpu", targets="pairs")
+    for (images, targets), (same, rows, lambdas), _ in zip(loader, pairs, range(3), strict=False):
+        batch = trainers.next()
+        objective(torch.zeros(len(images), 5), images, batch.targets, batch.lambdas)
+        assert torch.equal(batch.images, images) and torch.equal(images, same)
+        assert targets.dtype == torch.float32 and torch.equal(targets, seen[-1])
+        share = lambdas[:, None]
+        assert torch.equal(share * rows[:, 0] + (1 - share) * rows[:, 1], targets)
+        assert (lambdas < 1).any()
+    names = [Path(file).name for file in plan.split.file_names()]
+    plain = TrainLoader(several, batch_size=4, image_size=32, device="cpu", views=2)
+    _, targets = next(iter(plain))
+    assert targets.tolist() == [hot(names[image]) for image in plain.micro_batch.images]
+    evaluation = EvalLoader(several, batch_size=4, image_size=32, device="cpu")
+    rows = torch.cat([labels for _, labels in evaluation])
+    split = Split(several, "validation", several_labels=True)
+    assert rows.tolist() == [hot(Path(file).name) for file in split.file_names()]
+
+
+def hot(name: str) -> list[float]:
+    return [float(one in EXPECTED[name]) for one in range(5)]
 
 
 class FirstPixels(nn.Module):

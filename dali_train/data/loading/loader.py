@@ -52,6 +52,7 @@ from dali_train.data.sampling.micro_batch import MicroBatch, Segment, segment_at
 from dali_train.errors import RunError
 
 DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
+SEVERAL_LABELS = "dali_train.extras.several_labels:targets_of"
 AnyPipeline = TypeVar("AnyPipeline", TrainingPipeline, EvaluationPipeline)
 Targets = Literal["classes", "pairs"]
 
@@ -88,8 +89,17 @@ class SyntheticPipeline(TrainingPipeline):
 class _Loader(Generic[AnyPipeline]):
     """What both loaders have: a pipeline that is opened when it is needed, in the process that made them."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, split: Split, place: Place, data: DataConfig | None = None) -> None:
+        """
+        Args:
+            data: the settings of a loader for training, see `targets_of` (extras/several_labels).
+        """
+        self._split = split
         self._place = place
+        # From labels to rows of all classes, with several labels an image.
+        self._multi_hot: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if split.label_sets is not None:
+            self._multi_hot = load_row(SEVERAL_LABELS, "the dataset")(split, place.device, data)
         self._process = os.getpid()
         self._pipeline: AnyPipeline | None = None
 
@@ -123,6 +133,9 @@ class TrainLoader(_Loader[TrainingPipeline]):
     - images: (n, 3, size, size), normalised, on `device`.
     - targets: (n,) int64, or with mixup (n, classes) float32. With ``targets="pairs"`` instead (images, pairs, lambdas)
       is yielded: (n, 2) int64, the classes of an image and of its partner, and (n,) float32, the weight of the first.
+
+    With a dataset of several labels an image each class number is instead a row of all classes, 1 for those of the
+    image and 0 for the others: targets are (n, classes) float32, mixed with mixup, and pairs (n, 2, classes) float32.
 
     With `views` images is a list of tensors instead, one for each view, with draws of its own.
 
@@ -190,7 +203,9 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
             require(split == "train" or not data.mix, f"split is {split}: a mixture is of training splits, use train")
             self._begin(
-                open_split(data, split) if split == "train" else Split(data.root, split, exclude=data.exclude),
+                open_split(data, split, several_labels=True)
+                if split == "train"
+                else Split(data.root, split, exclude=data.exclude, several_labels=True),
                 config,
                 pixels,
                 place,
@@ -214,7 +229,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         """Return the loader of the micro-batches that the trainer has with `config`. See the class for the others."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        split = open_split(config.data, "train")
+        split = open_split(config.data, "train", several_labels=True)
         return RunLoader(split, config, place, node=place.node(config.data), targets=targets)
 
     def _begin(
@@ -228,8 +243,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         decodes: bool = True,
         step: int = 0,
     ) -> None:
-        super().__init__(place)
-        self._split = split
+        super().__init__(split, place, config.data)
         self.config = config
         self._pixels = pixels
         self._node = node
@@ -336,6 +350,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pipeline.close()
 
     def _as_asked(self, batch: Batch) -> Any:
+        if self._multi_hot is not None:
+            batch = replace(batch, targets=self._multi_hot(batch.targets))
         if batch.views:
             return list(batch.views), batch.targets[:, 0]
         if self._targets == "pairs":
@@ -482,9 +498,11 @@ class RunLoader(TrainLoader):
 class EvalLoader(_Loader[EvaluationPipeline]):
     """One coordinate's part of a split for evaluation: every image once, on any number of coordinates.
 
-    Iterating yields (images, labels), (n, 3, image_size, image_size) and (n,) int64, on `device`. The split is cut into
-    batches of `batch_size`, the last of which may be smaller; coordinate r of W has the batches r, r + W, ... So a
-    coordinate may have a batch less than another: add up sums over coordinates at the end, not batch by batch.
+    Iterating yields (images, labels), (n, 3, image_size, image_size) and (n,) int64, on `device`; with a dataset of
+    several labels an image labels are (n, classes) float32, 1 for the classes of an image and 0 for the others. The
+    split is cut into batches of `batch_size`, the last of which may be smaller; coordinate r of W has the batches r,
+    r + W, ... So a coordinate may have a batch less than another: add up sums over coordinates at the end, not batch by
+    batch.
 
     Args:
         settings: data.eval_resize_to, eval_resize, interpolation, antialias, normalise, ... by these names. For the
@@ -513,7 +531,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             place = Place.find(dp_rank, dp_size, group, device, num_threads)
             size = BatchConfig(global_batch=batch_size, micro_batch=batch_size).micro_batch
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
-            self._begin(Split(data.root, split), data, pixels, place, size, place.node(data))
+            self._begin(Split(data.root, split, several_labels=True), data, pixels, place, size, place.node(data))
 
     @classmethod
     def from_config(
@@ -528,7 +546,8 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         """Return the loader of the images that an evaluation of the trainer with `config` has."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        return RunEvalLoader(open_split(config.data, "validation"), config, place, node=place.node(config.data))
+        split = open_split(config.data, "validation", several_labels=True)
+        return RunEvalLoader(split, config, place, node=place.node(config.data))
 
     def _begin(
         self,
@@ -542,8 +561,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         images: NDArray[np.int64] | None = None,
         decodes: bool = True,
     ) -> None:
-        super().__init__(place)
-        self._split = split
+        super().__init__(split, place)
         self._data = data
         self._pixels = pixels
         self._node = node
@@ -578,8 +596,9 @@ class EvalLoader(_Loader[EvaluationPipeline]):
                 labels = torch.from_numpy(self._split.rows["label"][numbers].astype(np.int64))
             else:
                 images, labels = self._pipeline.run()
-            device = self._place.device
-            yield without_waiting(images, device), without_waiting(labels, device)
+            labels = without_waiting(labels, self._place.device)
+            labels = labels if self._multi_hot is None else self._multi_hot(labels)
+            yield without_waiting(images, self._place.device), labels
         self._is_at_start = True
 
     def _open(self) -> None:

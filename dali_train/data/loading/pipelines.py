@@ -48,7 +48,7 @@ class Batch:
     """One micro-batch as tensors, already mixed."""
 
     images: torch.Tensor  # (n, 3, size, size) float32, float16 or bfloat16
-    targets: torch.Tensor  # (n, 2) int64: class of the image, class of its Mixup partner
+    targets: torch.Tensor  # (n, 2) int64: class of the image, of its Mixup partner; or (n, 2, classes), see TrainLoader
     lambdas: torch.Tensor  # (n,) float32: weight of the first class
     micro_batch: MicroBatch
     views: tuple[torch.Tensor, ...] = ()  # all views of the images, the first of which is `images`; empty: there is one
@@ -61,8 +61,9 @@ class Batch:
 
     def soft_targets(self, num_classes: int) -> torch.Tensor:
         """Return the weight of each class in each image, (n, num_classes) float32."""
+        has_rows = self.targets.ndim == 3  # of all classes, with several labels an image
         classes = torch.arange(num_classes, device=self.targets.device)
-        own, partners = (self.targets[:, column, None] == classes for column in (0, 1))
+        own, partners = (self.targets if has_rows else self.targets[..., None] == classes).unbind(1)
         return own * self.lambdas[:, None] + partners * (1 - self.lambdas[:, None])
 
 

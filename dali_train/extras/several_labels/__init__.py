@@ -1,10 +1,12 @@
 """Training and evaluation with several labels an image; the index's labels then number sets of classes."""
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dali_train.config import Config
+from dali_train.config import Config, DataConfig
 from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
@@ -38,28 +40,68 @@ def _check_settings(config: Config, root: str) -> None:
         "loss.label_smoothing": loss.name in BINARY_TARGETS and loss.label_smoothing > 0 and "set it to 0",
         "mixup.alpha, mixup.cutmix_alpha": loss.name in BINARY_TARGETS and config.mixup.enabled and "set them to 0",
         f"loss.distillation {loss.distillation}": loss.distillation != "none" and "leave the teacher out",
-        "data.shuffle balanced": config.data.shuffle == "balanced" and "use full and loss.positive_weight balanced",
-        "data.reader dali": config.data.reader == "dali" and "use data.reader index",
+        **_data_remedies(config.data),
         "data.eval_sets": config.data.eval_sets != () and "evaluate on them with `dali-train eval --data.root`",
         "hooks.ledger true": config.hooks.ledger and "leave it out",
         "run.best_by balanced-top1": config.run.best_by == "balanced-top1" and "use mean-ap",
     }
+    _refuse(remedies, root)
+
+
+def _data_remedies(data: DataConfig) -> dict[str, str | bool]:
+    return {
+        "data.shuffle balanced": data.shuffle == "balanced" and "use full and loss.positive_weight balanced",
+        "data.reader dali": data.reader == "dali" and "use data.reader index",
+    }
+
+
+def _refuse(remedies: dict[str, str | bool], root: str) -> None:
     for setting, remedy in remedies.items():
         if remedy:
             raise ConfigError(f"{setting} is for one label an image, and {root} has several: {remedy}")
 
 
-def padded_for(label_sets: NDArray[np.int32], num_classes: int, device: torch.device) -> torch.Tensor:
-    """Return the classes of each label, (labels, most) int64 on `device`, and `num_classes` after them."""
-    return torch.from_numpy(np.where(label_sets < 0, num_classes, label_sets).astype(np.int64)).to(device)
-
-
-def multi_hot(padded: torch.Tensor, labels: torch.Tensor, num_classes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return 1 for the classes of each label and 0 for others, (n, num_classes).
+class MultiHot:
+    """What labels that number sets of classes stand for, as targets.
 
     Args:
-        padded: of `padded_for`.
-        labels: (n,) int64.
+        label_sets: the classes of each label, (labels, most), and -1 after them.
+        device: of labels and targets.
     """
-    hot = torch.zeros(len(labels), num_classes + 1, dtype=dtype, device=padded.device)  # the last column: padding
-    return hot.scatter_(1, padded[labels], 1)[:, :num_classes]
+
+    def __init__(self, label_sets: NDArray[np.int32], num_classes: int, device: torch.device) -> None:
+        self._label_sets = label_sets
+        self._num_classes = num_classes
+        self._device = device
+
+    @cached_property
+    def _padded(self) -> torch.Tensor:
+        """The classes of each label, (labels, most) int64, and `num_classes` after them."""
+        padded = np.where(self._label_sets < 0, self._num_classes, self._label_sets)
+        return torch.from_numpy(padded.astype(np.int64)).to(self._device)
+
+    def __call__(self, labels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return 1 for the classes of each label and 0 for others, (..., classes).
+
+        Args:
+            labels: (...) int64.
+        """
+        padded = self._padded[labels]
+        # The last column is the padding's.
+        hot = torch.zeros(*labels.shape, self._num_classes + 1, dtype=dtype, device=padded.device)
+        return hot.scatter_(-1, padded, 1)[..., :-1]
+
+
+def targets_of(split: Split, device: torch.device, data: DataConfig | None = None) -> MultiHot:
+    """Return what makes the targets of a loader's batches, which have labels of `split`.
+
+    Args:
+        data: the settings of a loader for training; None: it is for evaluation.
+
+    Raises:
+        ConfigError: a setting needs one label an image.
+    """
+    assert split.label_sets is not None
+    if data is not None:
+        _refuse(_data_remedies(data), str(split.root))
+    return MultiHot(split.label_sets, split.num_classes, device)

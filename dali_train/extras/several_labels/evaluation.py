@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from dali_train.extras.several_labels import multi_hot, padded_for
 from dali_train.text import printable
 from dali_train.training.metrics import EvaluationResult, Evaluator, Totals
 
@@ -43,7 +42,6 @@ class SeveralLabelsEvaluator(Evaluator):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "num_shown": 0})
         assert self._split.label_sets is not None
-        self._padded = padded_for(self._split.label_sets, self._num_classes, self._device)
         is_there = self._split.label_sets[self._labels] >= 0
         self._num_labelled = int(is_there.any(axis=1).sum())
         self.class_scores: NDArray[np.float64] | None = None
@@ -58,8 +56,9 @@ class SeveralLabelsEvaluator(Evaluator):
         )
 
     def _add(self, totals: Totals, logits: torch.Tensor, labels: torch.Tensor, numbers: NDArray[np.int64]) -> None:
+        """As the base class's, with (n, classes) `labels`: 1 for the classes of an image, else 0."""
         totals.scores[int(numbers[0]) : int(numbers[-1]) + 1] = logits  # images that follow each other in the split
-        own = multi_hot(self._padded, labels, self._num_classes, logits.dtype)
+        own = labels.to(logits.dtype)
         best = logits.masked_fill(own == 0, -math.inf).amax(dim=1, keepdim=True)
         ranks = (logits > best).sum(dim=1)  # classes that score above the best of its own
         has_none = (own == 0).all(dim=1) | logits.isnan().any(dim=1)

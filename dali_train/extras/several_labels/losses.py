@@ -15,7 +15,7 @@ from torch import nn
 
 from dali_train.config import Config, LossConfig
 from dali_train.errors import ConfigError
-from dali_train.extras.several_labels import multi_hot, padded_for
+from dali_train.extras.several_labels import MultiHot
 from dali_train.training.loss import TrainingClasses, at_least_float32, dense_binary_cross_entropy
 
 DenseLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -44,8 +44,7 @@ class SeveralLabelsLoss:
         self, config: Config, classes: TrainingClasses, weights: dict[str, torch.Tensor], device: torch.device
     ) -> None:
         assert classes.label_sets is not None
-        self._num_classes = len(classes.counts)
-        self._padded = padded_for(classes.label_sets, self._num_classes, device)
+        self._multi_hot = MultiHot(classes.label_sets, len(classes.counts), device)
         self._smoothing = config.loss.label_smoothing
         self._dense = self._dense_loss(config, classes, weights, device)
 
@@ -73,15 +72,13 @@ class SeveralLabelsLoss:
         self, config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
     ) -> torch.Tensor:
         logits = at_least_float32(logits)
-        first, second = (
-            multi_hot(self._padded, column, self._num_classes, logits.dtype) for column in targets.unbind(1)
-        )
+        first, second = (self._multi_hot(column, logits.dtype) for column in targets.unbind(1))
         weight = lambdas.to(logits.dtype)[:, None]
         return self._dense(logits, weight * first + (1 - weight) * second)
 
     def count_correct(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Count the images whose most probable class is one of their own, partners ignored: 0-dimensional int64."""
-        own = multi_hot(self._padded, targets[:, 0], self._num_classes, torch.int64)
+        own = self._multi_hot(targets[:, 0], torch.int64)
         return own.gather(1, logits.argmax(dim=-1, keepdim=True)).sum()
 
 
