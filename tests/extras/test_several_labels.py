@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import tarfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from timm.data.mixup import mixup_target
 from torch import nn
 
 from dali_train import EvalLoader, TrainLoader
-from dali_train.cli import main
+from dali_train.cli import command_parser, main
 from dali_train.config import ConfigError, LossConfig, MixupConfig, load_config
 from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.dataset.index import Split
@@ -27,9 +28,12 @@ from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import DatasetError
+from dali_train.extras.fit.steps import Fit
+from dali_train.extras.init.config_file import write_config
 from dali_train.extras.proof.prove import prove
 from dali_train.extras.several_labels import BINARY_TARGETS
 from dali_train.extras.several_labels.evaluation import SeveralLabelsEvaluator, average_precisions, f1_scores
+from dali_train.extras.several_labels.predictions import JudgedSeveral
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined
@@ -97,6 +101,7 @@ def labels_by_file(root: Path) -> dict[str, tuple[int, ...]]:
     return labels
 
 
+EXPECTED_VAL = [classes_of(number) for number in range(NUM_IMAGES["val"])]
 EXPECTED = {
     f"{split}-{number:03d}.jpg": classes_of(number) for split, count in NUM_IMAGES.items() for number in range(count)
 }
@@ -445,3 +450,50 @@ def test_a_run_does_not_depend_on_ranks_and_resumes_with_the_same_bits(
     assert np.nanmean(scores) == pytest.approx(last["ema_mean_ap"])
     report = (tmp_path / "resumed" / "report" / "index.html").read_text()
     assert "Mean average precision" in report and f"mAP {best['ema_mean_ap']:.2%}" in report
+    table, picture = tmp_path / "predictions.csv", tmp_path / "mistakes.png"
+    newest = ("predict", str(tmp_path / "resumed"), "--checkpoint", "newest")
+    printed = run_command(*newest, "--csv", str(table))
+    assert f"mAP {last['ema_mean_ap']:.2%} decoded by DALI" in printed and "lowest average precision: " in printed
+    rows = list(csv.DictReader(table.open()))
+    truths = {Path(row["file"]).name: row["truth"] for row in rows}
+    names = {file: [NAMES[one] for one in classes] for file, classes in EXPECTED.items() if file.startswith("val")}
+    assert truths == {file: ", ".join(own) or "no class" for file, own in names.items()}
+    assert float(rows[0]["score 1"]) >= float(rows[0]["score 2"])
+    printed = run_command(*newest, "--mistakes", str(picture))
+    lines = printed.splitlines()
+    assert f"mAP {last['ema_mean_ap']:.2%} of 13 validation images" in printed
+    assert any(
+        line.split() == ["bear", f"{scores[0]:.1%}", "of", f"{sum(0 in c for c in EXPECTED_VAL)}"] for line in lines
+    )
+    assert sum(": is " in line or ": has no class" in line for line in lines) == 5 and picture.is_file()
+    assert (
+        f"mAP {best['ema_mean_ap']:.2%} of 13 validation images"
+        in Fit(Namespace(out=tmp_path / "resumed"), [])._summary()
+    )
+
+
+def test_the_worst_mistakes_are_the_largest_errors_of_a_class() -> None:
+    own = np.array([[True, False, False], [False, False, False], [True, True, True], [True, True, False]])
+    scores = np.array([[3, -1, -2], [-1, 5, 1], [-2, 4, -6], [1, 4, -3]], dtype=np.float32)
+    judged = JudgedSeveral(own, scores)
+    assert judged.worst(5).tolist() == [2, 1]
+    names = ("a", "b", "c")
+    assert judged.captions(0, names) == ("is a: 95.3%", "taken for b: 26.9%")
+    assert judged.captions(1, names) == ("has no class", "taken for b: 99.3%")
+    assert judged.captions(2, names) == ("is c: 0.2%", "has all classes")
+
+
+def test_init_and_fit_know_several_labels(several: Path, table: Path, tmp_path: Path) -> None:
+    file = tmp_path / "several.py"
+    write_config(str(several), file, model="resnet18", gpu_memory_gb=16)
+    config = load_config(file)
+    assert (config.loss.name, config.run.best_by) == ("binary-cross-entropy", "mean-ap")
+    assert config.loss.label_smoothing == 0
+    prepare(config.replace({"run.device": "cpu"}), Launch(world_size=1, port=1), CPU)
+    parser = command_parser()
+    for more in (["--label-separator", ";"], ["--multi-hot"]):
+        options = parser.parse_args(["fit", str(table), "--out", str(tmp_path / "run"), *more])
+        (index, *_) = Fit(options, [])._steps()
+        options = parser.parse_args(index.words)
+        assert (options.label_separator, options.multi_hot) == ((";", False) if len(more) == 2 else (None, True))
+    assert main(["fit", str(several), "--out", str(tmp_path / "run"), "--multi-hot"]) == 2

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from dali_train.commands.arguments import Commands
-from dali_train.data.convert.datasets import GROUP_BY
+from dali_train.data.convert.datasets import GROUP_BY, LABEL_SEPARATOR, MULTI_HOT
 from dali_train.extras.init import add_network_options
 
 
@@ -24,6 +24,8 @@ def add_fit_command(commands: Commands) -> None:
     text = "held out of each class for validation, where the source has no such split (default: 0.2)"
     fit.add_argument("--validation-fraction", type=float, metavar="F", help=text)
     fit.add_argument("--group-by", **GROUP_BY)
+    fit.add_argument("--label-separator", **LABEL_SEPARATOR)
+    fit.add_argument("--multi-hot", **MULTI_HOT)
 
 
 def _fit(options: argparse.Namespace, overrides: list[str]) -> int:

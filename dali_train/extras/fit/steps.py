@@ -35,6 +35,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MISTAKES = "mistakes.png"  # in RUN
 _LARGEST_NOTE = 1_000_000  # bytes
 _FEW_IMAGES = 5_000
+_OF_INDEX = ("validation_fraction", "group_by", "label_separator", "multi_hot")
+"""Options that `data index` has too."""
 _NOT_FOR_TRAIN = {
     "run.dir": "trains in --out: name the directory there",
     "data.root": "makes the dataset of SOURCE: name images, an index or a dataset there",
@@ -89,11 +91,11 @@ class Fit:
         options = self._options
         if options.seconds is not None and options.seconds < _SHORTEST_S:
             raise ConfigError(f"--for is {duration(options.seconds)}: use at least {duration(_SHORTEST_S)}")
-        for option in ("validation_fraction", "group_by"):
-            if getattr(options, option) is not None and _is_dataset(options.source):
+        for option in _OF_INDEX:
+            if getattr(options, option) not in (None, False) and _is_dataset(options.source):
                 raise ConfigError(
-                    f"--{option.replace('_', '-')} with {options.source}: a dataset has its splits already, so leave "
-                    "it out"
+                    f"--{option.replace('_', '-')} with {options.source}: a dataset has its splits and labels already, "
+                    "so leave it out"
                 )
         for name in read_overrides(self._overrides):
             if name in _NOT_FOR_TRAIN:
@@ -102,6 +104,8 @@ class Fit:
             "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
             "--validation-fraction": options.validation_fraction,
             "--group-by": options.group_by,
+            "--label-separator": options.label_separator,
+            "--multi-hot": options.multi_hot or None,  # None: as in the notes of earlier versions
             "--model": options.model,
             "--weights": options.weights,
             "--for": options.seconds,
@@ -131,7 +135,7 @@ class Fit:
         dataset: Path | str = options.source
         if not _is_dataset(options.source):
             dataset = out / "dataset"
-            words = ["data", "index", options.source, "--out", str(dataset), *self._held_out()]
+            words = ["data", "index", options.source, "--out", str(dataset), *self._indexed()]
             yield Step(words, (dataset / "dataset.json").exists)
         config = out / "fit.py"
         processes = _num_processes()
@@ -147,10 +151,14 @@ class Fit:
         yield Step(["predict", str(out), "--mistakes", str(mistakes)], mistakes.exists)
         yield Step(["export", str(out)], (out / "export" / "timm" / "README.md").exists)
 
-    def _held_out(self) -> list[str]:
-        """Return the options that divide the source, unless it has a validation split."""
+    def _indexed(self) -> list[str]:
+        """Return the options that read the labels, and those that divide the source, unless it has a validation
+        split."""
         fraction, source = self._options.validation_fraction, self._options.source
-        words = [] if self._options.group_by is None else ["--group-by", self._options.group_by]
+        words = ["--multi-hot"] if self._options.multi_hot else []
+        for option in ("group_by", "label_separator"):
+            if (value := getattr(self._options, option)) is not None:
+                words.append(f"--{option.replace('_', '-')}={value}")
         if fraction is None and not is_remote(source) and _has_validation(Path(source)):
             return words
         return [*words, "--validation-fraction", f"{_FRACTION if fraction is None else fraction:g}"]
@@ -186,7 +194,10 @@ class Fit:
         lines = [f"trained {printable(run.config.model.name)} for {plural(run.config.run.epochs, 'epoch')}"]
         if (best := best_evaluation(run.events, run.config.run.best_by)) is not None:
             of = f"{best['num_images']:,} validation images"
-            lines[0] += f": top-1 {decisive(best, 'top1'):.2%} of {of} (step {best['step']})"
+            measure = f"top-1 {decisive(best, 'top1'):.2%}"
+            if "mean_ap" in best:  # several labels an image
+                measure = f"mAP {decisive(best, 'mean_ap'):.2%}"
+            lines[0] += f": {measure} of {of} (step {best['step']})"
         table = {
             "model and card": f"{out}/export/timm",
             "mistakes": f"{out}/{MISTAKES}" if (self._out / MISTAKES).exists() else "none",

@@ -84,7 +84,7 @@ def write_config(
         root = str(Path(root))
     output = checked_output(root, output)
     run_dir = run_dir or f"runs/{output.stem}"
-    split = Split(root, "train")
+    split = Split(root, "train", several_labels=True)
     pretrained = describe_weights(weights, model) if weights is not None else None
     is_here = gpu_memory_gb is None  # the machine to train on is this one
     if is_here and torch.cuda.is_available():
@@ -250,6 +250,20 @@ def _optimizer(choice: _Choice) -> str:
     optimizer=OptimizerConfig(name="adamw", lr=5e-4, scale_lr="sqrt", weight_decay=0.05),"""
 
 
+def _loss(split: Split) -> str:
+    if split.label_sets is None:
+        return "LossConfig(label_smoothing=0.1)"
+    return """LossConfig(
+        name="binary-cross-entropy",  # timm's own for several labels an image; or asymmetric, ...
+    )"""
+
+
+def _best_by(split: Split) -> str:
+    if split.label_sets is None or "validation" not in split.manifest.splits:
+        return ""
+    return '\n        best_by="mean-ap",  # several labels an image'
+
+
 def _evaluate_every(split: Split, batch: int, epochs: float) -> int:
     """Return the epochs between two evaluations, see `_STEPS_PER_EVALUATION`."""
     steps_per_epoch = len(split) / batch
@@ -294,13 +308,13 @@ config = Config(
     ),
     {_optimizer(choice)}
     schedule=ScheduleConfig(name="cosine", warmup_epochs={min(5, choice.epochs // 5):g}),
-    loss=LossConfig(label_smoothing=0.1),
+    loss={_loss(split)},
     # Images per step on all GPUs together, and per pass on one GPU: {choice.reason}.
     batch=BatchConfig(global_batch={batch}, micro_batch={min(batch, choice.micro_batch)}),
     {"" if choice.dtype else "# "}precision=PrecisionConfig(dtype="{choice.dtype or "bf16"}"),  # {choice.dtype_reason}
     run=RunConfig(
         dir={json.dumps(run)},
-        {length}
+        {length}{_best_by(split)}
     ),
 )
 """

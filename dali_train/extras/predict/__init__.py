@@ -37,7 +37,8 @@ def add_predict_command(commands: Commands) -> None:
         "--mistakes",
         type=Path,
         metavar="FILE",
-        help="print the accuracy by class on the validation split, and draw its five worst mistakes into this PNG file",
+        help="print the accuracy by class on the validation split, and draw its five worst mistakes into this PNG "
+        "file; with several labels an image, the average precision and the largest errors of a class's probability",
     )
     add_choice_of_weights(predict)
 

@@ -22,6 +22,7 @@ from torchvision.transforms import functional
 from dali_train.checkpoint.run_directory import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
+from dali_train.config.check import load_row
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, as_png, upright
 from dali_train.data.dataset.image_file import (
     IMAGE_SUFFIXES,
@@ -44,6 +45,7 @@ from dali_train.text import plural, printable
 from dali_train.training.metrics import VIEWS, ClassTables, views_of, weighted_mean
 from dali_train.training.pretrained import image_settings
 
+COMPARE_SEVERAL = "dali_train.extras.several_labels.predictions:compare_several"
 _BATCH, _AT_ONCE = 32, 128  # images in a pass through the model, and in memory
 _TILE, _IN_PICTURE = 300, 100  # pixels of an image in a picture, and how many it shows
 Scores = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -320,34 +322,44 @@ def _write_likeliest(
 
 
 def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
-    """Print top-1 on the validation split, decoded and resized by DALI and by PIL, and DALI's accuracy by class; write
-    the top 5 classes that DALI's decoding gives into `table`."""
+    """Print top-1 on the validation split, or mAP with several labels an image, decoded and resized by DALI and by PIL,
+    and DALI's accuracy by class; write the top 5 classes that DALI's decoding gives into `table`."""
     data = trained.config.data
-    split = Split(data.root, "validation")
+    split = Split(data.root, "validation", several_labels=True)
     if split.manifest.encoding == "raw":
         raise ConfigError(
             f"{data.root} holds raw pixels, so there are no decoders to compare: name image files to classify"
         )
-    labels = split.rows["label"].astype(np.int64)
-    dali = _classify(trained.model, batches_of(split, data), data, keep=_IN_TABLE)
     numbers = np.arange(len(split))
     storage = open_storage(split, data)
     encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
-    pil = _classify(trained.model, _with_pil(encoded, [f"image {number}" for number in numbers], data), data, keep=1)
-    top1 = {name: float((classes[:, 0] == labels).mean()) for name, (classes, _) in (("dali", dali), ("pil", pil))}
-    changed = int((dali[0][:, 0] != pil[0][:, 0]).sum())
-    print(
-        f"{len(split)} validation images of {data.root}: top-1 {top1['dali']:.2%} decoded by DALI, {top1['pil']:.2%} "
-        f"by PIL, a difference of {abs(top1['dali'] - top1['pil']) * 100:.2f} points; {changed} images are "
-        "classified differently"
-    )
+    with_pil = _with_pil(encoded, [f"image {number}" for number in numbers], data)
+    decoded = {"DALI": batches_of(split, data), "PIL": with_pil}
+    compare = _compare if split.label_sets is None else load_row(COMPARE_SEVERAL, str(split.root))
+    lines, scores = compare(trained, split, decoded)
+    print("\n".join(lines))
     names = trained.class_names
-    print("\n".join(ClassTables(labels, dali[0][:, 0], len(names)).describe(names)))
     if table is not None:
-        files = file_names(split, numbers)
-        firsts = [[int(n), file, names[label]] for n, file, label in zip(numbers, files, labels, strict=True)]
-        _write_likeliest(table, ["image", "file", "truth"], firsts, dali, names)
+        labels = [split.label_text(label, names) for label in split.rows["label"].tolist()]
+        firsts = list(map(list, zip(numbers.tolist(), file_names(split, numbers), labels, strict=True)))
+        _write_likeliest(table, ["image", "file", "truth"], firsts, scores, names)
         print(table)
+
+
+def _compare(
+    trained: TrainedModel, split: Split, decoded: Mapping[str, Iterable[torch.Tensor]]
+) -> tuple[list[str], Scores]:
+    """Return lines on the accuracy with both decoders, and the scores with the first."""
+    labels, names = split.rows["label"].astype(np.int64), trained.class_names
+    scores = [_classify(trained.model, batches, trained.config.data, keep=_IN_TABLE) for batches in decoded.values()]
+    predictions = [classes[:, 0] for classes, _ in scores]
+    dali, pil = (float((classes == labels).mean()) for classes in predictions)
+    changed = int((predictions[0] != predictions[1]).sum())
+    line = (
+        f"{len(split)} validation images of {trained.config.data.root}: top-1 {dali:.2%} decoded by DALI, {pil:.2%} by "
+        f"PIL, a difference of {abs(dali - pil) * 100:.2f} points; {changed} images are classified differently"
+    )
+    return [line, *ClassTables(labels, predictions[0], len(names)).describe(names)], scores[0]
 
 
 def draw(picture: Path, predictions: ImagePredictions, names: Sequence[str], *, turns: bool) -> None:

@@ -1,5 +1,6 @@
 """``dali-train predict RUN --mistakes FILE``: the validation images that a model gets most wrong, as a picture."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from dali_train.checkpoint.run_directory import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
+from dali_train.config.check import load_row
 from dali_train.data.dataset.index import Split
 from dali_train.extras.pictures.predictions import file_names, thumbnails
 from dali_train.extras.pictures.sheets import contact_sheet
@@ -16,6 +18,7 @@ from dali_train.extras.predict.classify import batches_of, logits
 from dali_train.text import aligned, printable
 from dali_train.training.metrics import MAX_SCORES, ClassTables
 
+JUDGE_SEVERAL = "dali_train.extras.several_labels.predictions:judge_several"
 _SHOWN = 5
 _TILE = 224  # pixels
 
@@ -34,9 +37,30 @@ class _Judged:
         wrong = np.flatnonzero(self.predictions != self.labels)
         return wrong[np.argsort(self.of_truth[wrong], kind="stable")[:count]]
 
+    def describe(self, names: Sequence[str]) -> list[str]:
+        """Return lines on the accuracy, also by class."""
+        top1 = float((self.predictions == self.labels).mean())
+        lines = [f"top-1 {top1:.2%} of {len(self.labels):,} validation images"]
+        tables = ClassTables(self.labels, self.predictions, len(names))
+        if len(names) > MAX_SCORES:
+            return [*lines, *tables.describe(names)]
+        counts = tables.counts().tolist()
+        accuracies = tables.accuracies().tolist()
+        rows = [
+            [name, f"{share:.1%}", f"of {count:,}"]
+            for name, share, count in zip(names, accuracies, counts, strict=True)
+        ]
+        return [*lines, *(f"  {line}" for line in aligned(rows))]
+
+    def captions(self, image: int, names: Sequence[str]) -> tuple[str, str]:
+        """Return what the image is, and what the model takes it for."""
+        truth = f"is {names[self.labels[image]]}: {self.of_truth[image]:.1%}"
+        return truth, f"taken for {names[self.predictions[image]]}: {self.scores[image]:.1%}"
+
 
 def show_mistakes(run: Path | str, picture: Path, checkpoint: str | None, weights: Weights | None) -> None:
-    """Print the accuracy by class on the validation split, and the five worst mistakes, and draw these.
+    """Print the accuracy by class on the validation split, and the five worst mistakes, and draw these; with several
+    labels an image, average precisions and the largest errors of a class's probability.
 
     Args:
         run: a run directory, or the URL of a run's mirror.
@@ -49,22 +73,11 @@ def show_mistakes(run: Path | str, picture: Path, checkpoint: str | None, weight
     """
     with local_run(run, checkpoint) as run_dir:
         trained = load_trained(run_dir, checkpoint, weights)
-    split = Split(trained.config.data.root, "validation")
-    judged = _judge(trained, split)
+    split = Split(trained.config.data.root, "validation", several_labels=True)
+    judge = _judge if split.label_sets is None else load_row(JUDGE_SEVERAL, str(split.root))
+    judged = judge(trained, split)
     names = [printable(name) for name in trained.class_names]
-    top1 = float((judged.predictions == judged.labels).mean())
-    print(f"top-1 {top1:.2%} of {len(split):,} validation images")
-    tables = ClassTables(judged.labels, judged.predictions, len(names))
-    if len(names) <= MAX_SCORES:
-        counts = tables.counts().tolist()
-        accuracies = tables.accuracies().tolist()
-        rows = [
-            [name, f"{share:.1%}", f"of {count:,}"]
-            for name, share, count in zip(names, accuracies, counts, strict=True)
-        ]
-        print("\n".join(f"  {line}" for line in aligned(rows)))
-    else:
-        print("\n".join(tables.describe(names)))
+    print("\n".join(judged.describe(names)))
     worst = judged.worst(_SHOWN)
     if not len(worst):
         print("no mistakes to draw")
@@ -72,8 +85,7 @@ def show_mistakes(run: Path | str, picture: Path, checkpoint: str | None, weight
     files = file_names(split, worst)
     tiles = []
     for number, file, image in zip(worst.tolist(), files, thumbnails(split, trained.config.data, worst), strict=True):
-        truth = f"is {names[judged.labels[number]]}: {judged.of_truth[number]:.1%}"
-        taken = f"taken for {names[judged.predictions[number]]}: {judged.scores[number]:.1%}"
+        truth, taken = judged.captions(number, names)
         name = file or f"image {number}"
         print(f"  {name}: {truth}, {taken}")
         tiles.append((image, [truth, taken, Path(name).name]))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from dali_train.data.dataset.index import Split
 from dali_train.text import printable
 from dali_train.training.metrics import EvaluationResult, Evaluator, Totals
 
@@ -73,7 +74,7 @@ class SeveralLabelsEvaluator(Evaluator):
         loss, top1, top5, count = totals.sums.tolist()
         assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
         scores = totals.scores.cpu().numpy()
-        own = self._own()
+        own = classes_of(self._split)
         self.class_scores = average_precisions(scores, own)
         micro, macro, sample = f1_scores(scores > 0, own)  # a probability over one half
         labelled = max(1, self._num_labelled)
@@ -91,21 +92,29 @@ class SeveralLabelsEvaluator(Evaluator):
             sample_f1=sample,
         )
 
-    def _own(self) -> NDArray[np.bool_]:
-        """Return which classes each image has, (images, classes)."""
-        assert self._split.label_sets is not None
-        table = np.zeros((len(self._split.label_sets), self._num_classes + 1), dtype=np.bool_)
-        np.put_along_axis(table, self._split.label_sets, values=True, axis=1)  # -1, the padding, is the last column
-        return table[self._labels, :-1]
-
     def describe_classes(self, names: Sequence[str]) -> list[str]:
         """Return lines to print: the classes with the lowest average precision of the last evaluation."""
-        scores = self.class_scores
-        assert scores is not None
-        counts = self._split.count_classes(self._labels)
-        lowest = sorted(np.flatnonzero(counts).tolist(), key=lambda number: scores[number])[:5]
-        words = [f"{printable(names[one])} ({scores[one]:.1%} of {counts[one]})" for one in lowest]
-        return [f"lowest average precision: {', '.join(words)}"]
+        assert self.class_scores is not None
+        return [lowest_precisions(self.class_scores, self._split.count_classes(self._labels), names)]
+
+
+def classes_of(split: Split) -> NDArray[np.bool_]:
+    """Return which classes each image of a split with several labels has, (images, classes)."""
+    assert split.label_sets is not None
+    table = np.zeros((len(split.label_sets), split.num_classes + 1), dtype=np.bool_)
+    np.put_along_axis(table, split.label_sets, values=True, axis=1)  # -1, the padding, is the last column
+    return table[split.rows["label"], :-1]
+
+
+def lowest_precisions(scores: NDArray[np.float64], counts: NDArray[np.int64], names: Sequence[str]) -> str:
+    """Return a line with the five classes that have the lowest average precision.
+
+    Args:
+        scores, counts: (classes,) average precisions and images.
+    """
+    lowest = sorted(np.flatnonzero(counts).tolist(), key=lambda number: scores[number])[:5]
+    words = [f"{printable(names[one])} ({scores[one]:.1%} of {counts[one]})" for one in lowest]
+    return f"lowest average precision: {', '.join(words)}"
 
 
 def average_precisions(scores: NDArray[np.floating], own: NDArray[np.bool_]) -> NDArray[np.float64]:
