@@ -15,10 +15,11 @@ def main() -> int:
         return 2
     try:
         from dali_train import cli
+        from dali_train.runtime.process import end
     except KeyboardInterrupt:
         os.write(2, b"dali-train: stopped with Ctrl-C\n")
         os._exit(130)  # Python itself would end by the signal if it came inside a dataclass's generated code
-    return cli.main()
+    end(cli.main())
 
 
 def _open_missing_streams() -> None:

@@ -11,10 +11,11 @@ import os
 import platform
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import Launch
@@ -40,6 +41,29 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         atexit.register(gc.unfreeze)  # at the end Triton's extension names everything that was not collected
         gc.enable()
+
+
+def end(status: int) -> NoReturn:
+    """End this process as the interpreter would, but without freeing every object, which takes 1.5 to 2 of the 6 to 8
+    seconds of processor time of a short command that has imported torch, timm and DALI."""
+    if not _is_observed():
+        # Waits for threads that are no daemons. multiprocessing ends its processes by the same call.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+        ctypes.CDLL(None).fflush(None)  # what libraries printed
+        os._exit(status)
+    sys.exit(status)
+
+
+def _is_observed() -> bool:
+    """Return whether a debugger, profiler or coverage follows the program: it writes its results at the very end."""
+    tools = [sys.gettrace(), sys.getprofile()]
+    if sys.version_info >= (3, 12):
+        tools += [sys.monitoring.get_tool(number) for number in range(6)]
+    return any(tool is not None for tool in tools)
 
 
 @contextmanager
