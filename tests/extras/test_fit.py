@@ -1,6 +1,7 @@
 """`dali-train fit`: from images to a model, whatever interrupts it; and the parts that choose networks and lengths."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -106,19 +107,21 @@ def test_what_is_no_time(text: str) -> None:
         _seconds(text)
 
 
-def test_the_epochs_that_fit_into_a_time(photos: Path, tmp_path: Path) -> None:
-    assert cli.main(words(f"data index {photos} --out {tmp_path / 'index'} --validation-fraction 0.2")) == 0
-    write_config(str(tmp_path / "index"), tmp_path / "config.py", model="resnet18", gpu_memory_gb=16)
-    config = load_config(tmp_path / "config.py").replace({"run.eval_every_epochs": 2.0})
-    trial = Trial(start_s=10, step_s=2, evaluation_s=5, total_s=30)
-    num_images = 10 * config.batch.global_batch
+def test_the_epochs_that_fit_into_a_time() -> None:
+    trial = Trial(import_s=3, start_s=7, step_s=2, evaluation_s=5)
+    assert trial.afterwards_s == 2 * (3 + 7) + 5
+
+    def run_s(epochs: float) -> float:  # of 10 steps each, and an evaluation after every second one
+        return trial.run_s(math.ceil(10 * epochs), math.ceil(epochs / 2))
+
+    assert run_s(3) == 3 + 7 + 30 * 2 + 2 * 5
     for epochs in (1, 2, 3, 7):
-        exactly = trial.total_s + trial.run_s(config, num_images, epochs)
-        assert trial.epochs_in(config, num_images, exactly) == epochs
+        exactly = trial.afterwards_s + 1.1 * run_s(epochs)
+        assert trial.epochs_in(exactly + 0.1, run_s) == epochs
         one_step_less = epochs - 1 if epochs > 1 else 0.9
-        assert trial.epochs_in(config, num_images, exactly - 0.1) == pytest.approx(one_step_less)
+        assert trial.epochs_in(exactly - 0.1, run_s) == pytest.approx(one_step_less)
     with pytest.raises(ConfigError, match="allow more time"):
-        trial.epochs_in(config, num_images, 40)
+        trial.epochs_in(40, run_s)
 
 
 @pytest.fixture(scope="module")

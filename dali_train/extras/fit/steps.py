@@ -29,7 +29,6 @@ from dali_train.runtime.status import FINISHED, START_AGAIN, best_evaluation, de
 from dali_train.text import duration, plural, printable, shell_command
 
 _FRACTION = 0.2
-_AFTERWARDS_S = 45.0  # of --for, for mistakes and export, beside an evaluation
 _SHORTEST_S = 60.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MISTAKES = "mistakes.png"  # in RUN
@@ -174,7 +173,7 @@ class Fit:
         if words[0] != "init" or "--for" not in words:
             return words
         at = words.index("--for") + 1
-        left_s = self._options.seconds - (time.time() - self._started) - min(_AFTERWARDS_S, self._options.seconds / 4)
+        left_s = self._options.seconds - (time.time() - self._started)
         return [*words[:at], f"{max(1, round(left_s))}s", *words[at + 1 :]]
 
     def _interrupted(self, status: int, words: Sequence[str]) -> int:

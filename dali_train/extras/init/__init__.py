@@ -2,9 +2,11 @@
 
 import argparse
 import re
+import time
 from pathlib import Path
 
 from dali_train.commands.arguments import Commands, gigabytes, refuse_numbers, refuse_settings
+from dali_train.commands.boundary import importing
 from dali_train.errors import ConfigError
 from dali_train.runtime.status import FINISHED
 
@@ -40,7 +42,9 @@ def add_init_command(commands: Commands) -> None:
 
 def _init(options: argparse.Namespace, overrides: list[str]) -> int:
     refuse_settings(options, overrides, "takes no settings, which stand in the file that it writes")
-    from dali_train.extras.init.config_file import write_config
+    begin = time.perf_counter()  # the imports that follow take as long in the commands that train and export
+    with importing(f"dali-train {options.command}"):
+        from dali_train.extras.init.config_file import write_config
 
     refuse_numbers(options, "gpu_memory", "ranks", "seconds", "num_processes")
     if options.from_timm is not None:
@@ -66,6 +70,7 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
         model=options.model,
         weights=options.weights,
         seconds=options.seconds,
+        begin=begin,
         run_dir=options.run_dir,
         num_processes=options.num_processes,
     )
@@ -87,8 +92,8 @@ def add_network_options(command: argparse.ArgumentParser) -> None:
         dest="seconds",
         type=_seconds,
         metavar="TIME",
-        help="how long the run may take on this machine, such as 30m or 1h30m: some steps are tried, and the epochs "
-        "chosen so that the schedule ends in that time",
+        help="how long this machine may take until the network is trained and exported, such as 30m or 1h30m: some "
+        "steps are tried, and the epochs chosen so that the schedule ends in time",
     )
 
 

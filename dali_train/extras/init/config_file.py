@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -60,6 +61,7 @@ def write_config(
     model: str | None = None,
     weights: str | None = None,
     seconds: float | None = None,
+    begin: float | None = None,
     run_dir: str | None = None,
     num_processes: int | None = None,
 ) -> None:
@@ -70,8 +72,9 @@ def write_config(
         gpu_memory_gb: memory of the GPU to train on; None: of this machine's GPU.
         model: timm's name of the network; None: by the weights, or the images and the machine.
         weights: pretrained weights, as for model.weights.
-        seconds: how long the run may take on this machine, which is tried; None: long enough for a good accuracy, and
-            on a CPU at most an hour.
+        seconds: how long this machine may take from `begin` until the network is trained and exported, by a trial;
+            None: long enough for a good accuracy, and on a CPU at most an hour.
+        begin: when the command began, by `time.perf_counter`; None: now.
         run_dir: of the run; None: runs/NAME of the file.
         num_processes: on this machine, where `seconds` are measured; None: one.
 
@@ -80,6 +83,8 @@ def write_config(
             memory, or nothing can be trained in `seconds`.
         DatasetError: the dataset does not exist, or is damaged.
     """
+    begin = begin or time.perf_counter()
+    import_s = time.perf_counter() - begin
     if not is_remote(root):
         root = str(Path(root))
     output = checked_output(root, output)
@@ -120,12 +125,19 @@ def write_config(
     config = _loaded(_config_file(split, root, output, run_dir, choice))
     message = f"{output}: {_describe(split)}"
     if seconds is not None:
-        trial = measure(config, split, seconds, num_processes)
-        fitting = min(trial.epochs_in(config, len(split), seconds), 5 * most)
-        needed_s = trial.run_s(config, len(split), fitting)
-        choice = replace(choice, epochs=fitting, epochs_reason=f"about {duration(needed_s)} on this machine, as tried")
+        trial = measure(config, split, seconds, num_processes, import_s)
+
+        def run_s(epochs: float) -> float:
+            every = _evaluate_every(split, config.batch.global_batch, epochs)
+            return trial.run_s(config.steps(epochs, len(split)), math.ceil(epochs / every))
+
+        left_s = seconds - (time.perf_counter() - begin)
+        fitting = min(trial.epochs_in(left_s, run_s), 5 * most)
+        needed = duration(run_s(fitting))
+        choice = replace(choice, epochs=fitting, epochs_reason=f"about {needed} on this machine, as tried")
         message += (
-            f"\n{plural(fitting, 'epoch')} will take about {duration(needed_s)}: {_describe_rate(config, trial.step_s)}"
+            f"\n{plural(fitting, 'epoch')} will take about {needed}, {_describe_rate(config, trial.step_s)}, and "
+            f"predict and export {duration(trial.afterwards_s)}"
         )
     elif is_here:
         device = torch.device("cpu" if on_cpu else "cuda")

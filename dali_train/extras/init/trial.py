@@ -1,8 +1,8 @@
 """How fast a config trains on this machine: a run of some steps and one evaluation, in a directory that is removed."""
 
 import io
-import math
-from bisect import bisect_right
+import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,49 +24,56 @@ _SHARE = 0.05  # of the time that a run may take
 _SHORTEST_S, _LONGEST_S = 5.0, 60.0
 _FEWEST_STEPS, _MOST_STEPS = 4, 200
 _ENDLESS = 1e6  # epochs
+_MARGIN = 1.1  # on steps and evaluations: those of a few seconds foretell the others only so well
 
 
 @dataclass(frozen=True)
 class Trial:
     """Wall-clock times, in seconds."""
 
-    start_s: float  # to the first step
+    import_s: float  # of a command, before it begins
+    start_s: float  # from there to the second step, and from the end of the last evaluation to that of the command
     step_s: float  # the median of the steps, with the wait for their images
     evaluation_s: float  # of the validation split, with the checkpoint that follows
-    total_s: float  # of the trial
 
-    def run_s(self, config: Config, num_images: int, epochs: float) -> float:
-        """Return the time of a run of `epochs` that evaluates and saves as `config` says."""
-        num_evaluations = math.ceil(epochs / (config.run.eval_every_epochs or epochs))
-        return self.start_s + config.steps(epochs, num_images) * self.step_s + num_evaluations * self.evaluation_s
+    def run_s(self, num_steps: int, num_evaluations: int) -> float:
+        """Return the time of `dali-train train`."""
+        return self.import_s + self.start_s + num_steps * self.step_s + num_evaluations * self.evaluation_s
 
-    def epochs_in(self, config: Config, num_images: int, seconds: float) -> float:
-        """Return how many epochs fit into `seconds` after the trial: whole ones, or hundredths if it is less than one.
+    @property
+    def afterwards_s(self) -> float:
+        """The time of `dali-train predict RUN` and `dali-train export RUN`."""
+        return 2 * (self.import_s + self.start_s) + self.evaluation_s
+
+    def epochs_in(self, seconds: float, run_s: Callable[[float], float]) -> float:
+        """Return how many epochs fit into `seconds`, with a margin: whole ones, or hundredths if it is less than one.
+
+        Args:
+            run_s: the time of a run by its epochs, see `run_s`.
 
         Raises:
             ConfigError: not even a hundredth of an epoch fits.
         """
-        left_s = seconds - self.total_s
+        left_s = seconds - self.afterwards_s
         for unit in (1.0, 0.01):
-
-            def needed_for(count: int, unit: float = unit) -> float:
-                return self.run_s(config, num_images, count * unit)
-
-            fitting = bisect_right(range(1, MOST_EPOCHS + 1), left_s, key=needed_for)
+            # Not by bisection: a run of more epochs may have fewer evaluations.
+            fitting = [count for count in range(1, MOST_EPOCHS + 1) if _MARGIN * run_s(count * unit) <= left_s]
             if fitting:
-                return fitting * unit
-        needed_s = self.total_s + self.run_s(config, num_images, 0.01)
+                return fitting[-1] * unit
+        needed_s = self.afterwards_s + _MARGIN * run_s(0.01)
         raise ConfigError(
-            f"--for is {duration(seconds)}, and a hundredth of an epoch alone takes {duration(needed_s)} here, with "
-            "the start and an evaluation: allow more time, or take fewer images (`dali-train data subset`)"
+            f"--for leaves {duration(max(seconds, 0.0))} after the trial, and a hundredth of an epoch alone takes "
+            f"{duration(needed_s)} here, with the start, an evaluation, and predict and export of the result: allow "
+            "more time, or take fewer images (`dali-train data subset`)"
         )
 
 
-def measure(config: Config, split: Split, seconds: float, num_processes: int | None) -> Trial:
+def measure(config: Config, split: Split, seconds: float, num_processes: int | None, import_s: float) -> Trial:
     """Train for about a twentieth of `seconds`, at most a minute, as `config` says, and evaluate once.
 
     Args:
         num_processes: as for `run`.
+        import_s: see `Trial`.
 
     Raises:
         KeyboardInterrupt: the trial was asked to stop, with Ctrl-C or SIGTERM.
@@ -88,22 +95,22 @@ def measure(config: Config, split: Split, seconds: float, num_processes: int | N
                 "hooks.predictions": 0,
             }
         )
+        begin = time.perf_counter()
         # Without its files: new processes would look for the config's, which is not written yet.
         with redirect_stdout(io.StringIO()):
             result = run(shortened.from_files({}), num_processes=num_processes)
         if result.stopped != StopReason.NONE:
             raise KeyboardInterrupt("stopped, and no config was written")
-        return _times(RunDirectory(Path(shortened.run.dir)))
+        return _times(RunDirectory(Path(shortened.run.dir)), time.perf_counter() - begin, import_s)
 
 
-def _times(trial: RunDirectory) -> Trial:
-    started, *others = trial.events
-    steps = [event for event in others if event["event"] == "train"]
+def _times(trial: RunDirectory, total_s: float, import_s: float) -> Trial:
+    steps = [event for event in trial.events if event["event"] == "train"]
     later = sorted(event["step_s"] for event in steps[len(steps) // 4 :])  # the first ones prepare kernels
-    start_s = steps[0]["time"] - started["time"] + started["startup_s"]
+    evaluation_s = trial.events[-1]["time"] - steps[-1]["time"]
     return Trial(
-        start_s=start_s,
+        import_s=import_s,
+        start_s=total_s - evaluation_s - (steps[-1]["time"] - steps[0]["time"]),
         step_s=later[len(later) // 2],
-        evaluation_s=others[-1]["time"] - steps[-1]["time"],
-        total_s=others[-1]["time"] - started["time"] + started["startup_s"],
+        evaluation_s=evaluation_s,
     )
