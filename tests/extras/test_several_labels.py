@@ -5,8 +5,10 @@ import csv
 import io
 import json
 import shutil
+import struct
 import tarfile
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import DatasetError
+from dali_train.extras.blame.step import blame
 from dali_train.extras.fit.steps import Fit
 from dali_train.extras.init.config_file import write_config
 from dali_train.extras.proof.prove import prove
@@ -90,9 +93,9 @@ def several_config(several: Path, tmp_path: Path) -> Path:
     return path
 
 
-def labels_by_file(root: Path) -> dict[str, tuple[int, ...]]:
+def labels_by_file(root: Path, splits: Sequence[str] = ("train", "validation")) -> dict[str, tuple[int, ...]]:
     labels = {}
-    for name in ("train", "validation"):
+    for name in splits:
         split = Split(root, name, several_labels=True)  # type: ignore[arg-type]
         assert split.label_sets is not None
         for file, label in zip(split.file_names(), split.rows["label"], strict=True):
@@ -199,6 +202,72 @@ def test_lists_of_webdataset_and_parquet(tmp_path: Path) -> None:
     assert sorted(sets_in(tmp_path / "parquet")) == expected
 
 
+def test_lists_of_mds(tmp_path: Path) -> None:
+    lists = [[3, 0], [], 2, [1, 1, 4]]
+    picture = jpeg(photograph(1, 40, 40))
+    samples = [
+        struct.pack("<II", len(picture), len(text := json.dumps(value).encode())) + picture + text for value in lists
+    ]
+    begins = np.cumsum([4 * (len(samples) + 2), *map(len, samples)]).astype("<u4")
+    content = struct.pack("<I", len(samples)) + begins.tobytes() + b"".join(samples)
+    (tmp_path / "mds").mkdir()
+    (tmp_path / "mds" / "shard.00000.mds").write_bytes(content)
+    shard = {
+        "version": 2,
+        "format": "mds",
+        "samples": len(samples),
+        "column_names": ["x", "y"],
+        "column_encodings": ["jpeg", "json"],
+        "column_sizes": [None, None],
+        "raw_data": {"basename": "shard.00000.mds", "bytes": len(content), "hashes": {}},
+        "zip_data": None,
+        "compression": None,
+        "hashes": [],
+        "size_limit": 1 << 26,
+    }
+    (tmp_path / "mds" / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    assert main(["data", "index", str(tmp_path / "mds"), "--out", str(tmp_path / "index")]) == 0
+    assert sorted(sets_in(tmp_path / "index")) == sorted([(0, 3), (), (2,), (1, 4)])
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Class folders, in which files are copies of others, or links."""
+    folder = tmp_path / "photos"
+    for number, name in enumerate(("cat/1.jpg", "cat/2.jpg", "dog/3.jpg", "dog/4.jpg", "eel/5.jpg")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(jpeg(photograph(number, 40, 40)))
+    shutil.copy(folder / "cat" / "1.jpg", folder / "dog" / "copy.jpg")
+    (folder / "eel" / "hard.jpg").hardlink_to(folder / "cat" / "1.jpg")
+    (folder / "eel" / "link.jpg").symlink_to("../dog/3.jpg")
+    shutil.copy(folder / "dog" / "4.jpg", folder / "dog" / "again.jpg")  # the same class twice
+    return folder
+
+
+def test_one_file_in_several_class_folders(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index, converted = tmp_path / "index", tmp_path / "converted"
+    assert main(["data", "index", str(shared), "--out", str(index), "--several-labels"]) == 0
+    expected = {"1.jpg": (0, 1, 2), "2.jpg": (0,), "3.jpg": (1, 2), "4.jpg": (1,), "5.jpg": (2,)}
+    assert labels_by_file(index, ("train",)) == expected
+    command = ["data", "convert", "folder", "--train", str(shared), "--out", str(converted), "--several-labels"]
+    assert main([*command, "--validation-fraction", "0.4"]) == 0
+    assert labels_by_file(converted) == expected
+    assert main(["data", "index", str(shared), "--out", str(tmp_path / "plain")]) == 0
+    assert len(Split(tmp_path / "plain", "train")) == 9
+    # An image in both splits is refused, and folders that share none.
+    both = tmp_path / "both"
+    shutil.copytree(shared / "cat", both / "train" / "cat")
+    shutil.copytree(shared / "dog", both / "train" / "dog")
+    shutil.copytree(shared / "dog", both / "val" / "dog")
+    capsys.readouterr()
+    assert main(["data", "index", str(both), "--out", str(tmp_path / "no"), "--several-labels"]) == 2
+    assert "is the same image as " in (error := capsys.readouterr().err) and "in another split" in error
+    shutil.rmtree(both / "val")
+    (both / "train" / "dog" / "copy.jpg").unlink()
+    assert main(["data", "index", str(both / "train"), "--out", str(tmp_path / "no"), "--several-labels"]) == 2
+    assert "no image is in two class folders" in capsys.readouterr().err
+
+
 def sets_in(root: Path) -> list[tuple[int, ...]]:
     split = Split(root, "train", several_labels=True)
     assert split.label_sets is not None
@@ -224,7 +293,9 @@ def test_what_needs_one_label_refuses_several(
     for settings in ({"shuffle": "balanced"}, {"reader": "dali"}):
         with pytest.raises(ConfigError, match=r"(shuffle balanced|reader dali) is for one label an image"):
             TrainLoader(str(several), batch_size=4, **settings)
-    assert main(["data", "subset", str(several), "--classes", "2", "--out", str(tmp_path / "two")]) == 2
+    subset = ["data", "subset", str(several), "--images-per-class", "2", "--out", str(tmp_path / "two")]
+    assert main(subset) == 2
+    assert "--images-per-class is for one label an image" in capsys.readouterr().err
     plain = load_config(several_config)
     binary = plain.replace({"loss.name": "binary-cross-entropy"})
     for config, message in (
@@ -242,6 +313,23 @@ def test_what_needs_one_label_refuses_several(
     ):
         with pytest.raises(ConfigError, match=message):
             prepare(config, Launch(world_size=1, port=1), CPU)
+
+
+def test_a_subset_has_the_chosen_classes_alone(several: Path, tmp_path: Path) -> None:
+    (tmp_path / "names").write_text("fox\ncat\n")
+    subset = ["data", "subset", str(several), "--out"]
+    assert main([*subset, str(tmp_path / "two"), "--class-list", str(tmp_path / "names")]) == 0
+    assert Manifest.read(tmp_path / "two").class_names == ("cat", "fox")
+    numbers = {1: 0, 4: 1}
+    of_each = {file: tuple(numbers[one] for one in classes if one in numbers) for file, classes in EXPECTED.items()}
+    assert labels_by_file(tmp_path / "two") == {file: classes for file, classes in of_each.items() if classes}
+    assert main([*subset, str(tmp_path / "all")]) == 0
+    assert labels_by_file(tmp_path / "all") == EXPECTED
+
+
+def test_duplicates_show_all_labels(several: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "duplicates", str(several)]) == 0
+    assert "near-duplicates" in capsys.readouterr().out
 
 
 def logits_and_sets() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -466,6 +554,10 @@ def test_a_run_does_not_depend_on_ranks_and_resumes_with_the_same_bits(
         line.split() == ["bear", f"{scores[0]:.1%}", "of", f"{sum(0 in c for c in EXPECTED_VAL)}"] for line in lines
     )
     assert sum(": is " in line or ": has no class" in line for line in lines) == 5 and picture.is_file()
+    images = blame(tmp_path / "resumed", 3, dataset=None, count=2, picture=None)
+    logged = next(event["loss"] for event in events(tmp_path / "one", "train") if event["step"] == 3)
+    assert np.mean([image.loss for image in images]) == pytest.approx(logged, rel=1e-9)
+    assert {image.caption for image in images[:2]} != {""}
     assert (
         f"mAP {best['ema_mean_ap']:.2%} of 13 validation images"
         in Fit(Namespace(out=tmp_path / "resumed"), [])._summary()

@@ -13,6 +13,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -60,6 +61,11 @@ MULTI_HOT: Mapping[str, Any] = {
     "action": "store_true",
     "help": "of a table: every column but the files' and the splits' is a class, with 1 for the images that have it, "
     "and 0 or -1 for the others",
+}
+SEVERAL_LABELS: Mapping[str, Any] = {
+    "action": "store_true",
+    "help": "of class folders: files with the same bytes, or links to one, are one image with the classes of all their "
+    "folders",
 }
 _SHARDS: Arguments = {
     "--source": {
@@ -162,6 +168,9 @@ def _in_extras(row: str, *arguments: Any, **options: Any) -> "Sources":
     return sources
 
 
+_of_several_folders = partial(_in_extras, "shared_files:folders_of_several")
+
+
 # SHA-256 sums of the official files as several public repositories quote them.
 DATASETS: dict[str, Converter] = {
     "imagenet": Converter(
@@ -197,7 +206,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "folder": Converter(
         help="Image files in one folder per class, in directories or tar archives.",
-        load=lambda o: _in("trees").folders(
+        load=lambda o: (_of_several_folders if o.several_labels else _in("trees").folders)(
             o.train,
             o.validation,
             validation_fraction=o.validation_fraction,
@@ -221,6 +230,7 @@ DATASETS: dict[str, Converter] = {
                 "help": "the class folders in the order of their labels, one name per line; or, where the folders are "
                 "numbers from 0, the names of these",
             },
+            "--several-labels": SEVERAL_LABELS,
         },
         applies_orientation=True,
     ),

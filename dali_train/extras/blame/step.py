@@ -7,9 +7,10 @@ step's micro-batches are passed through the network as it was then.
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import check_registered
 from dali_train.commands.evaluate import joined_and_watched
 from dali_train.config import Config, ParallelConfig
-from dali_train.data.dataset.index import NEEDS_ONE_LABEL
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.progress import Progress
@@ -44,7 +44,7 @@ class Blamed:
     """One image of a step, as the network saw it."""
 
     image: int  # row of the training split's index
-    label: int
+    label: int  # of the index
     loss: float  # of this image, of whose mean the step's loss is made
     share: float | None  # of the norms of the images' gradients for the classifier; None: its gradient is unknown
     k: int  # micro-batch
@@ -124,12 +124,15 @@ def _training(trainer: Trainer, loader: TrainLoader, plan: RunPlan, begin: int, 
 
 def _look_at(run: RunDirectory, plan: RunPlan, step: int, count: int) -> list[Blamed]:
     """Return the images of `step` (from 1), largest loss first; those after the first `count` without pixels."""
-    if plan.split.label_sets is not None:
-        raise ConfigError(f"{run.directory}: {NEEDS_ONE_LABEL}")
+    if plan.config.loss.name == "two-way":
+        raise ConfigError(
+            f"{run.directory}: loss.name two-way compares the images of a micro-batch, so that none has a loss of its "
+            "own: blame takes runs with any other loss"
+        )
     trainer, loader, begin = _before(run, plan, step)
     for _ in _training(trainer, loader, plan, begin, step - 1):
         pass
-    names = tuple(plan.class_names or map(str, range(plan.num_classes)))
+    names = partial(plan.split.label_text, names=tuple(plan.class_names or map(str, range(plan.num_classes))))
     images: list[Blamed] = []
     for _ in range(trainer.num_micro_batches):
         images += _passed(trainer, loader.next(), plan.config, names)
@@ -141,7 +144,7 @@ def _look_at(run: RunDirectory, plan: RunPlan, step: int, count: int) -> list[Bl
     return [replace(image, share=(image.share or 0.0) / total if total else 0.0) for image in images]
 
 
-def _passed(trainer: Trainer, batch: Batch, config: Config, names: tuple[str, ...]) -> list[Blamed]:
+def _passed(trainer: Trainer, batch: Batch, config: Config, names: Callable[[int], str]) -> list[Blamed]:
     """Return the images of a micro-batch with the norms of their gradients as shares, not yet divided by the sum."""
     seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
     with _input_of_classifier(trainer.model) as features, torch.no_grad(), trainer.precision.autocast():
@@ -153,7 +156,7 @@ def _passed(trainer: Trainer, batch: Batch, config: Config, names: tuple[str, ..
         # The gradient of a linear layer for one image is the outer product of the slope and (features, 1 for the bias).
         sizes = features[0].double().square().sum(dim=1) + 1
         norms = (slopes.double().norm(dim=1) * sizes.sqrt()).tolist()
-    drawn = sample_images(batch, config.data, names.__getitem__, len(images))
+    drawn = sample_images(batch, config.data, names, len(images))
     part = batch.micro_batch
     return [
         Blamed(

@@ -72,7 +72,7 @@ def duplicates(root: Path | str, *, num_shown: int, table: Path | None, workers:
         DatasetError: the dataset is not here, or an image cannot be decoded.
     """
     manifest = Manifest.read(root)
-    splits = [Split(root, name) for name in SPLITS if name in manifest.splits]
+    splits = [Split(root, name, several_labels=True) for name in SPLITS if name in manifest.splits]
     hashed = [hash_split(split, workers) for split in splits]
     hashes = np.concatenate([part for part, _ in hashed])
     contrasts = np.concatenate([part for _, part in hashed])
@@ -216,7 +216,7 @@ def _named(groups: Sequence[NDArray[np.int64]], splits: Sequence[Split]) -> list
     first = 0
     for split in splits:
         images = numbers[(numbers >= first) & (numbers < first + len(split))] - first
-        labels = [split.manifest.class_names[label] for label in split.rows["label"][images].tolist()]
+        labels = [split.label_text(label) for label in split.rows["label"][images].tolist()]
         for image, label, file in zip(images.tolist(), labels, file_names(split, images), strict=True):
             members[first + image] = Member(split.name, image, label, file)
         first += len(split)

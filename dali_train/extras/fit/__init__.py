@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from dali_train.commands.arguments import Commands
-from dali_train.data.convert.datasets import GROUP_BY, LABEL_SEPARATOR, MULTI_HOT
+from dali_train.data.convert.datasets import GROUP_BY, LABEL_SEPARATOR, MULTI_HOT, SEVERAL_LABELS
 from dali_train.extras.init import add_network_options
 
 
@@ -26,6 +26,7 @@ def add_fit_command(commands: Commands) -> None:
     fit.add_argument("--group-by", **GROUP_BY)
     fit.add_argument("--label-separator", **LABEL_SEPARATOR)
     fit.add_argument("--multi-hot", **MULTI_HOT)
+    fit.add_argument("--several-labels", **SEVERAL_LABELS)
 
 
 def _fit(options: argparse.Namespace, overrides: list[str]) -> int:

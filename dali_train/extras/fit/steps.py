@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MISTAKES = "mistakes.png"  # in RUN
 _LARGEST_NOTE = 1_000_000  # bytes
 _FEW_IMAGES = 5_000
-_OF_INDEX = ("validation_fraction", "group_by", "label_separator", "multi_hot")
+_OF_INDEX = ("validation_fraction", "group_by", "label_separator", "multi_hot", "several_labels")
 """Options that `data index` has too."""
 _NOT_FOR_TRAIN = {
     "run.dir": "trains in --out: name the directory there",
@@ -105,6 +105,7 @@ class Fit:
             "--group-by": options.group_by,
             "--label-separator": options.label_separator,
             "--multi-hot": options.multi_hot or None,  # None: as in the notes of earlier versions
+            "--several-labels": options.several_labels or None,
             "--model": options.model,
             "--weights": options.weights,
             "--for": options.seconds,
@@ -154,7 +155,8 @@ class Fit:
         """Return the options that read the labels, and those that divide the source, unless it has a validation
         split."""
         fraction, source = self._options.validation_fraction, self._options.source
-        words = ["--multi-hot"] if self._options.multi_hot else []
+        flags = {"--multi-hot": self._options.multi_hot, "--several-labels": self._options.several_labels}
+        words = [flag for flag, is_set in flags.items() if is_set]
         for option in ("group_by", "label_separator"):
             if (value := getattr(self._options, option)) is not None:
                 words.append(f"--{option.replace('_', '-')}={value}")

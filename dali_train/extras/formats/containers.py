@@ -34,7 +34,6 @@ from dali_train.extras.formats.listing import (
     Listed,
     PackedBlocks,
     Within,
-    checked_label,
     find_column,
     import_pyarrow,
     open_plain,
@@ -300,16 +299,19 @@ class _Columns:
     sizes: tuple[int | None, ...]  # bytes; None: each sample says
     image: int  # number of its column
     label: int
-    label_format: str  # of `struct`
+    label_format: str | None  # of `struct`; None: JSON, a number or a list of them
+    sets: LabelSets
 
 
 def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
-    """Return the splits and the class names; compressed shards are unpacked when they are read.
+    """Return the splits and the class names; compressed shards are unpacked when they are read. Lists in a column of
+    JSON are several labels.
 
     Raises:
         SourceError: an index or a shard that is damaged, missing or of another format, or a label that cannot be.
     """
     blocks = PackedBlocks(options.out)
+    sets = LabelSets()
 
     def list_index(path: Path) -> Iterator[Image | PassedOver]:
         above = [parent for parent in path.parent.parents if parent.is_relative_to(options.source)]
@@ -317,7 +319,7 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
             return  # Streaming's merge_index has put its shards into that one
         read = {path}
         for shard in _read_index(path).shards:
-            columns = _find_columns(path, shard, options)
+            columns = _find_columns(path, shard, options, sets)
             list_shard = partial(_list_shard, shard=shard, columns=columns, blocks=blocks)
             read.add(_file_of(path, shard))
             yield from within(_file_of(path, shard), list_shard)
@@ -331,7 +333,7 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
                 else PassedOver.by_suffix(place, file.name)
             )
 
-    return sources_of(options, "index.json", list_index, read=blocks.read)
+    return sources_of(options, "index.json", list_index, read=blocks.read, resolve=sets.resolve)
 
 
 def _read_index(path: Path) -> _Index:
@@ -343,7 +345,7 @@ def _read_index(path: Path) -> _Index:
         raise SourceError(f"{error}: fetch it again") from error
 
 
-def _find_columns(path: Path, shard: _Shard, options: Namespace) -> _Columns:
+def _find_columns(path: Path, shard: _Shard, options: Namespace, sets: LabelSets) -> _Columns:
     columns = dict(zip(shard.column_names, shard.column_encodings, strict=True))
     image = find_column(path, columns, "--image-key", options.image_key, ("x", "image"))
     label = find_column(path, columns, "--label-key", options.label_key, ("y", "label"))
@@ -352,12 +354,13 @@ def _find_columns(path: Path, shard: _Shard, options: Namespace) -> _Columns:
             f"{path}: column {image} is {columns[image]}: name one of jpeg, png or bytes with --image-key"
         )
     number, kind = shard.column_names.index(label), _LABELS.get(columns[label])
-    if kind is None or shard.column_sizes[number] != struct.calcsize(kind):
+    is_list = columns[label] == "json" and shard.column_sizes[number] is None
+    if not is_list and (kind is None or shard.column_sizes[number] != struct.calcsize(kind)):
         raise SourceError(
             f"{path}: column {label} is {columns[label]} of size {shard.column_sizes[number]}: name one of int (8), "
-            "uint8 (1) and the like with --label-key"
+            "uint8 (1) and the like, or of json with lists of numbers, with --label-key"
         )
-    return _Columns(shard.column_sizes, shard.column_names.index(image), number, kind)
+    return _Columns(shard.column_sizes, shard.column_names.index(image), number, kind, sets)
 
 
 def _file_of(index: Path, shard: _Shard) -> Path:
@@ -412,8 +415,20 @@ def _samples(
         begins_of = [*accumulate(sizes, initial=begin + sizes_stored.size)]
         if begins_of[-1] != end:
             raise SourceError(f"{damaged} (sample {number})")
-        (label,) = struct.unpack_from(columns.label_format, content, begins_of[columns.label])
-        yield begins_of[columns.image], sizes[columns.image], checked_label(label, f"{path}:sample {number}")
+        location, at = f"{path}:sample {number}", begins_of[columns.label]
+        if columns.label_format is None:
+            label = _in_json(content[at : at + sizes[columns.label]], location)
+        else:
+            (label,) = struct.unpack_from(columns.label_format, content, at)
+        yield begins_of[columns.image], sizes[columns.image], columns.sets.label(label, location)
+
+
+def _in_json(content: bytes, location: str) -> object:
+    """Raises SourceError: it is no label in JSON."""
+    try:
+        return read_json(b'{"labels": ' + content + b"}", 2 * _MAX_LABEL_BYTES, name=location)["labels"]
+    except (ValueError, LookupError):
+        raise SourceError(f"{location}: is no list of numbers: name another column with --label-key") from None
 
 
 def _unpacked_images(path: Path, shard: _Shard, columns: _Columns) -> Iterator[bytes]:

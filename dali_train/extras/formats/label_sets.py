@@ -1,4 +1,4 @@
-"""Several labels an image, as tables, WebDataset and Parquet have them.
+"""Several labels an image, as tables, class folders, WebDataset, Parquet and MDS have them.
 
 A listing has one number for each image. Where an image has a list of classes, it is that of a set of classes: each
 different set is kept once, and the index's labels number the sets (`Manifest.label_sets`).
@@ -29,6 +29,11 @@ class LabelSets:
     def num_classes(self) -> int:
         """One more than the largest class in any set."""
         return 1 + max((max(classes, default=-1) for classes in self._numbers), default=-1)
+
+    @property
+    def largest(self) -> int:
+        """The most classes in any set."""
+        return max(map(len, self._numbers), default=0)
 
     def label(self, value: object, location: str) -> int:
         """Return the label of an image in a listing: a class itself, or what stands for a list of classes.

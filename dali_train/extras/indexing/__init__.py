@@ -15,7 +15,7 @@ from dali_train.commands.data import (
     check_writable,
     directory_or_url,
 )
-from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS, GROUP_BY, LABEL_SEPARATOR, MULTI_HOT
+from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS, GROUP_BY, LABEL_SEPARATOR, MULTI_HOT, SEVERAL_LABELS
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import plural, printable
@@ -74,6 +74,7 @@ def add_index_action(actions: Actions) -> None:
     classes.add_argument("--class-order", **CLASS_ORDER)
     group.add_argument("--label-separator", **LABEL_SEPARATOR)
     group.add_argument("--multi-hot", **MULTI_HOT)
+    group.add_argument("--several-labels", **SEVERAL_LABELS)
     for key, feature, others in (
         ("image", "image/encoded", "a column of MDS or of a table"),
         ("label", "image/class/label", "a column of MDS or of a table, or WebDataset's field of KEY.json"),
@@ -93,6 +94,7 @@ _IN_PLACE: dict[str, Any] = {
     "on_bad": "fail",
     "label_separator": None,
     "multi_hot": False,
+    "several_labels": False,
 }
 
 
@@ -106,7 +108,7 @@ def _index(options: argparse.Namespace) -> int:
     if kind == "folder":  # whose names are the labels
         without |= dict.fromkeys(("image_key", "label_key"))
     else:
-        without["class_order"] = CLASS_ORDER["default"]
+        without |= {"class_order": CLASS_ORDER["default"], "several_labels": False}
     if kind != "table":
         without |= {"label_separator": None, "multi_hot": False}
     for name, default in without.items():

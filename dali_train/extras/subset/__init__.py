@@ -23,7 +23,12 @@ def add_subset_action(actions: Actions) -> None:
         "--out", type=directory_or_url, required=True, metavar="SUBSET", help="directory or URL of the subset"
     )
     classes = parser.add_mutually_exclusive_group()
-    classes.add_argument("--classes", type=int, metavar="N", help="number of classes, chosen by --seed")
+    classes.add_argument(
+        "--classes",
+        type=int,
+        metavar="N",
+        help="number of classes, chosen by --seed; images with several labels keep those among them, and need one",
+    )
     classes.add_argument("--class-list", type=Path, metavar="FILE", help="class names, one per line")
     parser.add_argument(
         "--images-per-class", type=int, metavar="N", help="at most N training images of each class, chosen by --seed"
