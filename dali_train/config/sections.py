@@ -690,8 +690,8 @@ class LossConfig:
 
     name: str = "cross-entropy"
     """cross-entropy, binary-cross-entropy (one binary classification per class, as in ResNet strikes back), or a row
-    that the config file adds to dali_train.training.loss.LOSSES. For several labels an image: binary-cross-entropy, and
-    timm's asymmetric, poly, two-way, zlpr and distribution-balanced."""
+    that the config file adds to dali_train.training.loss.LOSSES. For several labels an image: binary-cross-entropy,
+    timm's asymmetric, poly, two-way, zlpr and distribution-balanced, or a row of LOSSES_OF_SEVERAL."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of timm's loss for several labels an image, such as gamma_neg and clip of asymmetric, as
     loss.kwargs.gamma_neg."""
@@ -1089,6 +1089,9 @@ class RunConfig:
     """The measurement on the validation split by which the best checkpoint is chosen (timm's --eval-metric); of the
     moving average of the weights, if there is one. balanced-top1: the mean of the classes' accuracies.
     mean-ap: with several labels an image, the mean of the classes' average precisions."""
+    f1_threshold: NotInRecipe[Annotated[float, Rule("a share between 0 and 1, such as 0.3", OVER_0, UNDER_1)]] = 0.5
+    """With several labels an image: the probability over which an image is taken to have a class, in F1 (timm's
+    --multilabel-threshold)."""
     mirror: NotInRecipe[Annotated[str, Rule("the URL of a bucket, such as s3://BUCKET/PREFIX")] | None] = None
     """URL (s3://, gs://, az://) to which checkpoints, metrics, status, accuracies and report are copied in the
     background. An empty run.dir resumes from there, so nodes need not share run.dir."""

@@ -114,6 +114,11 @@ The target of an image is lambda of its first class and 1 - lambda of its second
 """
 
 
+LOSSES_OF_SEVERAL: dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+"""A config file's own losses for several labels an image. Each takes the settings, logits (n, classes) and targets (n,
+classes), mixed and smoothed, both float32 or wider, and returns the batch's mean loss."""
+
+
 def loss_of(config: LossConfig) -> Loss:
     """Return the row of `LOSSES` that loss.name names.
 

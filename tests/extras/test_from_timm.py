@@ -18,7 +18,7 @@ from timm.data import resolve_data_config
 from timm.data.auto_augment import rand_augment_transform
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 from timm.data.transforms import RandomResizedCropAndInterpolation
-from timm.loss._loss_factory import LOSS_TYPES
+from timm.loss._loss_factory import LOSS_TYPES, MULTI_LABEL_LOSS_TYPES
 from timm.loss.class_weights import CLASS_WEIGHT_METHOD_KINDS
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
@@ -26,6 +26,7 @@ from torch import nn
 
 from dali_train.cli import main
 from dali_train.config import Config, load_config
+from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.loading.augment import OPERATORS
 from dali_train.data.sampling.draws import draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
@@ -259,6 +260,13 @@ def test_what_the_installed_timm_reads_is_known(tmp_path: Path) -> None:
         config, lost, _ = translated(f"--lr 0.1 --loss {loss}", tmp_path)
         named = "" if loss in ("ce", "bce") else f"--loss {loss}"
         assert "".join(lost) == named and (config.loss.name == "binary-cross-entropy") == (loss == "bce")
+        several = f"--lr 0.1 --task multilabel --loss {loss}"
+        if loss not in MULTI_LABEL_LOSS_TYPES:
+            with pytest.raises(ConfigError, match=f"--loss {loss} with --task multilabel"):
+                translated(several, tmp_path)
+            continue
+        config, lost, _ = translated(several, tmp_path)
+        assert config.loss.name in ("binary-cross-entropy", *SEVERAL_LABELS_LOSSES) and not lost
     for method, kind in CLASS_WEIGHT_METHOD_KINDS.items():
         argument = f"--loss-{kind.replace('_', '-')} {method}"
         config, lost, _ = translated(f"--lr 0.1 --loss bce --class-stats counts.json {argument}", tmp_path)
@@ -463,7 +471,7 @@ MISTAKES = {
     "python main.py --model deit_small_patch16_224 --data-path x": "the command runs main.py, whose arguments",
     "train.py --model resnet50 --cuda 0": "--from-timm: --cuda: no argument of timm's train.py that is known here",
     "train.py --sync_bn --smothing 0": "--smothing: no argument of timm's train.py that is known here, use --sync-bn",
-    "train.py --lr 0.1 --task multilabel": "--task multilabel: only classification with one class an image",
+    "train.py --lr 0.1 --task segmentation": "--task segmentation: only classification and multilabel can be",
     "\nsmothing: 0.0\n": "args.yaml: smothing: no argument of timm's train.py that is known here, use smoothing or",
     "train.py --model nexception-t": "--model is 'nexception-t', which timm does not know",
     "train.py --opt nosuch": "--opt nosuch: timm has no such optimizer",
@@ -503,6 +511,20 @@ MISTAKES = {
     "\n{\n": "cannot be read as timm's args.yaml",
     "nosuch.yaml": "cannot be read as timm's args.yaml",
 }
+
+
+def test_several_labels(tmp_path: Path) -> None:
+    """Smoothing and the measure have other defaults there."""
+    plain, lost, _ = translated("--lr 0.1 --task multilabel", tmp_path)
+    assert (plain.loss.name, plain.run.best_by) == ("binary-cross-entropy", "mean-ap")
+    assert (plain.loss.label_smoothing, plain.run.f1_threshold, lost) == (0, 0.5, {})
+    more = "--lr 0.1 --task multilabel --loss asl --smoothing 0.1 --multilabel-threshold 0.3 --loss-pos-weight 2"
+    config, lost, _ = translated(f"{more} --target-format multihot --poly-gamma 1 --eval-metric macro_f1", tmp_path)
+    assert (config.loss.name, config.loss.positive_weight) == ("asymmetric", 2)
+    assert (config.loss.label_smoothing, config.run.f1_threshold, config.run.best_by) == (0.1, 0.3, "top1")
+    assert set(lost) == {"--target-format multihot", "--poly-gamma 1.0", "--eval-metric macro_f1"}
+    config, _, _ = translated("--lr 0.1 --task multilabel --loss poly --poly-epsilon 1", tmp_path)
+    assert config.loss.kwargs == {"epsilon": 1, "gamma": 0}
 
 
 def test_a_complete_file_of_another_version_has_arguments_that_are_only_listed(source: Any, tmp_path: Path) -> None:

@@ -34,14 +34,14 @@ from dali_train.extras.blame.step import blame
 from dali_train.extras.fit.steps import Fit
 from dali_train.extras.init.config_file import write_config
 from dali_train.extras.proof.prove import prove
-from dali_train.extras.several_labels import BINARY_TARGETS
+from dali_train.extras.several_labels import BINARY_TARGETS, MultiHot
 from dali_train.extras.several_labels.evaluation import SeveralLabelsEvaluator, average_precisions, f1_scores
 from dali_train.extras.several_labels.predictions import JudgedSeveral
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined
 from dali_train.training.build import build_loader, build_trainer, prepare, training_classes
-from dali_train.training.loss import TrainingClasses, make_objective
+from dali_train.training.loss import LOSSES_OF_SEVERAL, TrainingClasses, make_objective
 from dali_train.training.precision import Precision
 from tests.config.test_config import config as config_of
 from tests.conftest import TINY_CONFIG, Train, jpeg, photograph
@@ -310,6 +310,7 @@ def test_what_needs_one_label_refuses_several(
         (binary.replace({"loss.name": "two-way", "loss.label_smoothing": 0.1}), "loss.label_smoothing is for one"),
         (plain.replace({"data.root": str(dataset), "loss.name": "poly"}), "loss.name is poly, which is for several"),
         (plain.replace({"data.root": str(dataset), "run.best_by": "mean-ap"}), "run.best_by is mean-ap, which is for"),
+        (plain.replace({"data.root": str(dataset), "run.f1_threshold": 0.3}), "run.f1_threshold is 0.3, which is for"),
     ):
         with pytest.raises(ConfigError, match=message):
             prepare(config, Launch(world_size=1, port=1), CPU)
@@ -376,6 +377,26 @@ def test_losses_are_timms(name: str, smoothing: float, mixes: bool) -> None:
     torch.testing.assert_close(ours, theirs(logits, soft))
     right = sum(bool(hot[row, best]) for row, best in enumerate(logits.argmax(1).tolist()))
     assert int(objective.count_correct(logits, targets)) == right
+
+
+def test_a_loss_of_ones_own(monkeypatch: pytest.MonkeyPatch, several_config: Path, dataset: Path) -> None:
+    """Its targets are mixed and smoothed; it is refused with one label an image."""
+
+    def focal(config: LossConfig, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        entropy = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return ((1 - (-entropy).exp()) ** 2 * entropy).mean()
+
+    monkeypatch.setitem(LOSSES_OF_SEVERAL, "binary-focal", focal)
+    logits, targets, lambdas = logits_and_sets()
+    loss = LossConfig(name="binary-focal", label_smoothing=0.1)
+    config = load_config(several_config).replace({"loss.name": "binary-focal", "loss.label_smoothing": 0.1})
+    prepare(config, Launch(world_size=1, port=1), CPU)
+    ours, _ = make_objective(config, nn.Identity(), 5, CPU, CLASSES)(logits, logits, targets, lambdas)
+    rows = MultiHot(CLASSES.label_sets, 5, CPU)(targets)  # type: ignore[arg-type]
+    soft = 0.9 * (0.7 * rows[:, 0] + 0.3 * rows[:, 1]) + 0.05
+    torch.testing.assert_close(ours, focal(loss, logits, soft))
+    with pytest.raises(ConfigError, match=r"loss\.name is binary-focal, which is for several labels"):
+        prepare(config.replace({"data.root": str(dataset)}), Launch(world_size=1, port=1), CPU)
 
 
 def test_arguments_that_a_loss_does_not_take_are_named() -> None:
@@ -470,7 +491,7 @@ class FirstPixels(nn.Module):
 
 
 def _evaluate(rank: int, ranks: int, config_file: str, out: str) -> None:
-    config = load_config(config_file).replace({"batch.micro_batch": 4})
+    config = load_config(config_file).replace({"batch.micro_batch": 4, "run.f1_threshold": 0.6})
     split = Split(config.data.root, "validation", several_labels=True)
     with joined(LaunchOptions(), config) as (launch, device):
         layout = Layout.from_config(launch, config.parallel)
@@ -497,7 +518,9 @@ def test_an_evaluation_is_the_same_on_any_number_of_ranks(several_config: Path, 
     for result in results:
         theirs = average_precision_score(own[:, present], scores[:, present], average="macro")
         assert result["mean_ap"] == pytest.approx(theirs, abs=1e-12)
-        assert result["micro_f1"] == pytest.approx(f1_score(own, scores > 0, average="micro"), abs=1e-12)
+        predicted = 1 / (1 + np.exp(-scores)) > 0.6
+        assert result["micro_f1"] == pytest.approx(f1_score(own, predicted, average="micro"), abs=1e-12)
+        assert result["f1_threshold"] == 0.6
         labelled = own.any(axis=1)
         assert result["top1"] == own[labelled, scores[labelled].argmax(1)].mean()
         assert result["loss"] == pytest.approx(results[0]["loss"], rel=1e-12)

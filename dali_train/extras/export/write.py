@@ -165,6 +165,8 @@ def model_card(trained: TrainedModel, run: RunDirectory) -> str:
                 names = {"mean average precision": "mean_ap", "micro F1": "micro_f1", "macro F1": "macro_f1"}
             shown = {name: value_of(event, field) for name, field in names.items()}
             rows |= {metric: f"{value:.2%} of {event['num_images']:,} images" for metric, value in shown.items()}
+            if "f1_threshold" in event:
+                rows["F1 counts probabilities over"] = f"{event['f1_threshold']:g}"
             results = [
                 EvalResult("image-classification", dataset, dataset, metric, value) for metric, value in shown.items()
             ]

@@ -10,6 +10,7 @@ from dali_train.config import Config, DataConfig
 from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
+from dali_train.training.loss import LOSSES_OF_SEVERAL
 
 BINARY_TARGETS = ("two-way", "zlpr")
 """Losses that rank an image's classes above the others, so that a target is 0 or 1."""
@@ -24,19 +25,24 @@ def check_labels(config: Config, split: Split) -> None:
     if split.label_sets is not None:
         _check_settings(config, str(split.root))
         return
-    settings = {"loss.name": config.loss.name, "run.best_by": config.run.best_by}
-    for name, value in settings.items():
-        if value in (*SEVERAL_LABELS_LOSSES, "mean-ap"):
+    settings = {
+        f"loss.name is {config.loss.name}": config.loss.name in (*SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL),
+        "run.best_by is mean-ap": config.run.best_by == "mean-ap",
+        f"run.f1_threshold is {config.run.f1_threshold:g}": config.run.f1_threshold != 0.5,
+    }
+    for setting, is_set in settings.items():
+        if is_set:
             raise ConfigError(
-                f"{name} is {value}, which is for several labels an image, and {split.root} has one: use another"
+                f"{setting}, which is for several labels an image, and {split.root} has one: use another, or leave it "
+                "out"
             )
 
 
 def _check_settings(config: Config, root: str) -> None:
     loss = config.loss
-    names = ("binary-cross-entropy", *SEVERAL_LABELS_LOSSES)
+    names = ("binary-cross-entropy", *SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL)
     remedies = {
-        f"loss.name {loss.name}": loss.name not in names and f"use {', '.join(names)}",
+        f"loss.name {loss.name}": loss.name not in names and f"use {', '.join(names)}, or a row of LOSSES_OF_SEVERAL",
         "loss.label_smoothing": loss.name in BINARY_TARGETS and loss.label_smoothing > 0 and "set it to 0",
         "mixup.alpha, mixup.cutmix_alpha": loss.name in BINARY_TARGETS and config.mixup.enabled and "set them to 0",
         f"loss.distillation {loss.distillation}": loss.distillation != "none" and "leave the teacher out",

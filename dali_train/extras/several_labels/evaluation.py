@@ -1,4 +1,4 @@
-"""An exact evaluation with several labels an image: average precision by class, and F1 at a probability of one half.
+"""An exact evaluation with several labels an image: average precision by class, and F1 at a probability.
 
 Every rank has the scores of its own images; their sum over the ranks is the scores of all, each image once, from which
 every rank computes the same numbers in float64.
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.text import printable
 from dali_train.training.metrics import EvaluationResult, Evaluator, Totals
@@ -28,20 +29,23 @@ class SeveralLabelsResult(EvaluationResult):
     micro_f1: float
     macro_f1: float
     sample_f1: float
+    f1_threshold: float  # probability over which an image counts as of a class
 
     MEASURES: ClassVar[tuple[str, ...]] = (*EvaluationResult.MEASURES, "mean_ap", "micro_f1", "macro_f1", "sample_f1")
 
     @property
     def more(self) -> str:
         f1 = f"{self.micro_f1:.2%} micro, {self.macro_f1:.2%} macro, {self.sample_f1:.2%} per image"
-        return f"  mAP {self.mean_ap:.2%}  F1 {f1}{super().more}"
+        at = "" if self.f1_threshold == 0.5 else f" at {self.f1_threshold:g}"
+        return f"  mAP {self.mean_ap:.2%}  F1{at} {f1}{super().more}"
 
 
 class SeveralLabelsEvaluator(Evaluator):
     """An evaluator of a split whose labels number sets of classes. It has no `details`."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "num_shown": 0})
+    def __init__(self, split: Split, config: Config, *arguments: Any, **options: Any) -> None:
+        super().__init__(split, config, *arguments, **{**options, "num_shown": 0})
+        self._threshold = config.run.f1_threshold
         assert self._split.label_sets is not None
         is_there = self._split.label_sets[self._labels] >= 0
         self._num_labelled = int(is_there.any(axis=1).sum())
@@ -76,7 +80,7 @@ class SeveralLabelsEvaluator(Evaluator):
         scores = totals.scores.cpu().numpy()
         own = classes_of(self._split)
         self.class_scores = average_precisions(scores, own)
-        micro, macro, sample = f1_scores(scores > 0, own)  # a probability over one half
+        micro, macro, sample = f1_scores(scores > math.log(self._threshold / (1 - self._threshold)), own)
         labelled = max(1, self._num_labelled)
         return SeveralLabelsResult(
             loss=loss / count,
@@ -90,6 +94,7 @@ class SeveralLabelsEvaluator(Evaluator):
             micro_f1=micro,
             macro_f1=macro,
             sample_f1=sample,
+            f1_threshold=self._threshold,
         )
 
     def describe_classes(self, names: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import nn
 from dali_train.config import Config, LossConfig
 from dali_train.errors import ConfigError
 from dali_train.extras.several_labels import MultiHot
-from dali_train.training.loss import TrainingClasses, at_least_float32, dense_binary_cross_entropy
+from dali_train.training.loss import LOSSES_OF_SEVERAL, TrainingClasses, at_least_float32, dense_binary_cross_entropy
 
 DenseLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From logits and targets, (n, classes) each, to the micro-batch's loss."""
@@ -54,6 +54,8 @@ class SeveralLabelsLoss:
         name = config.loss.name
         if name == "binary-cross-entropy":
             return lambda logits, soft: dense_binary_cross_entropy(config.loss, logits, self._smoothed(soft), **weights)
+        if (own := LOSSES_OF_SEVERAL.get(name)) is not None:
+            return lambda logits, soft: own(config.loss, logits, self._smoothed(soft))
         arguments: dict[str, Any] = dict(config.loss.kwargs)
         smooths_first = config.mixup.enabled  # timm's Mixup smooths the targets, and the loss then does not
         if name in ("asymmetric", "poly", "distribution-balanced") and not smooths_first:

@@ -66,7 +66,7 @@ SAME = {
 _DATASET = "not needed: the DATASET of init has its splits, classes and labels (dali-train data index, data convert)"
 _AHEAD = "not needed: images are read and decoded ahead, in as many threads as there are cores"
 WITHOUT = {
-    "dataset train_split val_split dataset_download input_key target_key": _DATASET,
+    "dataset train_split val_split dataset_download input_key target_key target_format": _DATASET,
     "class_map": "the order of the classes is that of the DATASET of init: index it with --class-names FILE, the "
     "names of the map in the order of their numbers",
     "dataset_trust_remote_code train_num_samples val_num_samples": _DATASET,
@@ -101,10 +101,8 @@ WITHOUT = {
     "naflex_loader naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs "
     "naflex_loss_scale naflex_patchify_channels_first": "images are squares of one size, not sequences of patches",
     "kd_loss_type kd_student_feature_dim kd_teacher_feature_dim": "a teacher's logits are learned, not its features",
-    "target_format multilabel_threshold": "an image has one class",
     "class_stats": "not needed: the classes are counted in the DATASET of init",
     "loss_weight_power": "weights by counts have no other exponent than 1",
-    "poly_epsilon poly_gamma": "only --loss poly has them",
     "lr_stable_timescale": "only --sched rsqrt has it",
     "stop_epoch": "run.max_steps ends a run without changing its schedule; it counts steps",
     "save_epochs": "run.checkpoint_every_steps and run.keep_checkpoints decide which checkpoints stay",
@@ -114,6 +112,15 @@ _COOLDOWNS = {"1-sqrt": "wsd", "power": "wsd", "linear": "warmup-stable-decay"}
 """``--lr-decay-fn`` -> schedule.name. train.py cannot set the exponent of power, which by default makes it 1-sqrt."""
 _CLASS_WEIGHTS = {"inv_freq": "balanced", "effective_num": "effective-0.999"}
 """``--loss-class-weight`` -> loss.class_weights; 0.999 is timm's own."""
+_OF_SEVERAL = {
+    "bce": "binary-cross-entropy",
+    "asl": "asymmetric",
+    "poly": "poly",
+    "twoway": "two-way",
+    "zlpr": "zlpr",
+    "db": "distribution-balanced",
+}
+"""``--loss`` of ``--task multilabel`` -> loss.name."""
 _WEIGHTS_BY_CLASS = "weights of single classes are loss.class_weights and loss.positive_weight CLASS,WEIGHT ..."
 _REASONS = {name: reason for names, reason in WITHOUT.items() for name in names.split()}
 
@@ -249,25 +256,51 @@ class Translation:
             self.put("data.random_erasing_fill", "mean" if self.remode == "const" else "noise", "remode")
 
     def _loss(self) -> None:
-        if self.task != "classification":
-            raise ConfigError(f"{self.written('task')}: only classification with one class an image can be translated")
+        if self.task not in ("classification", "multilabel"):
+            raise ConfigError(f"{self.written('task')}: only classification and multilabel can be translated")
         if self.mixup > 0 or self.cutmix > 0:
             self.put("mixup.probability", self.mixup_prob, "mixup_prob")
             if self.mixup > 0 and self.cutmix > 0:
                 self.put("mixup.switch_probability", self.mixup_switch_prob, "mixup_switch_prob")
             if self.mixup_off_epoch:
                 self.put("mixup.until_epoch", self.mixup_off_epoch, "mixup_off_epoch")
-        if self.loss not in (None, "ce", "bce"):
-            self.lose("loss", "a loss of your own is one function (docs/extending.md); this config has cross-entropy")
-        if self.bce_loss or self.loss == "bce":
-            self.put("loss.name", "binary-cross-entropy", "bce_loss" if self.bce_loss else "loss")
+        loss = self.loss or ("bce" if self.bce_loss or self.task == "multilabel" else "ce")
+        if self.task == "multilabel":
+            self._several_labels(loss)
+        else:
+            self._one_label(loss)
+        if loss == "bce":
             self.put("loss.target_threshold", self.bce_target_thresh, "bce_target_thresh")
             self.put("loss.sum_classes", self.bce_sum, "bce_sum")
+        if loss == "bce" or (loss == "asl" and self.task == "multilabel"):
             self._weights()
         elif self.loss_class_weight or self.loss_pos_weight:
             self.lose("loss_class_weight" if self.loss_class_weight else "loss_pos_weight", "only --loss bce has it")
         if self.kd_model_name is not None:
             self._teacher()
+
+    def _one_label(self, loss: str) -> None:
+        if loss not in ("ce", "bce"):
+            self.lose("loss", "a loss of your own is one function (docs/extending.md); this config has cross-entropy")
+        if loss == "bce":
+            self.put("loss.name", "binary-cross-entropy", "bce_loss" if self.bce_loss else "loss")
+        for name in ("multilabel_threshold", "poly_epsilon", "poly_gamma"):
+            if self.arguments[name] != DEFAULTS[name]:
+                self.lose(name, "only --task multilabel has it here")
+
+    def _several_labels(self, loss: str) -> None:
+        if loss not in _OF_SEVERAL:
+            raise ConfigError(
+                f"{self.written('loss')} with --task multilabel, which train.py refuses too: use "
+                f"{', '.join(_OF_SEVERAL)}"
+            )
+        self.put("loss.name", _OF_SEVERAL[loss], "task", "loss")
+        self.put("run.f1_threshold", self.multilabel_threshold, "multilabel_threshold")
+        for name in ("poly_epsilon", "poly_gamma"):
+            if loss == "poly":
+                self.put(f"loss.kwargs.{name.removeprefix('poly_')}", self.arguments[name], name)
+            elif self.arguments[name] != DEFAULTS[name]:
+                self.lose(name, "only --loss poly has it")
 
     def _weights(self) -> None:
         """Put what weighs the classes and the positives of binary cross-entropy."""
@@ -460,10 +493,11 @@ class Translation:
         batch = self.batch_size * self.num_ranks * steps
         note = f"{plural(self.num_ranks, 'GPU')}, as the launcher or --ranks says"
         self.put("batch.global_batch", batch, "batch_size", "grad_accum_steps", note=note)
-        if self.eval_metric in ("top1", "loss"):
-            self.put("run.best_by", self.eval_metric, "eval_metric")
+        metrics = {"top1": "top1", "loss": "loss"} | ({"map": "mean-ap"} if self.task == "multilabel" else {})
+        if self.eval_metric in metrics:
+            self.put("run.best_by", metrics[self.eval_metric], "eval_metric")
         else:
-            self.lose("eval_metric", "the best checkpoint is chosen by top1, balanced-top1 or loss")
+            self.lose("eval_metric", "the best checkpoint is chosen by top1, balanced-top1, loss or mean-ap")
         if self.model_ema:
             self.put("ema.decay", self.model_ema_decay, "model_ema", "model_ema_decay")
             self.put("ema.warmup", self.model_ema_warmup, "model_ema_warmup")
@@ -490,7 +524,8 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
         num_ranks: GPUs; None: as many as the launcher on the command line starts, or 1.
 
     Raises:
-        ConfigError: see `checked_output`, `read_arguments`, `Translation.translate` and `compare_class_orders`.
+        ConfigError: see `checked_output`, `read_arguments`, `Translation.translate` and `compare_class_orders`; or the
+            dataset is not for the task.
         DatasetError: the dataset does not exist, or is damaged.
     """
     output = checked_output(root, output)
@@ -498,7 +533,14 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
     translation = Translation(arguments, launched or 1, lost=unknown)
     translation.translate()
     text = config_text(translation, root, output)
-    note = compare_class_orders(Manifest.read(root), translation)
+    manifest = Manifest.read(root)
+    several = manifest.label_sets is not None
+    if several != (translation.task == "multilabel"):
+        raise ConfigError(
+            f"{translation.written('task')}, and {root} has {'several labels' if several else 'one label'} an image: "
+            f"use --task {'multilabel' if several else 'classification'}, or another dataset"
+        )
+    note = compare_class_orders(manifest, translation)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     steps, batch = max(1, arguments["grad_accum_steps"]), translation.settings["batch.global_batch"][0]

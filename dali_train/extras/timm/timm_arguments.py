@@ -88,7 +88,8 @@ _ALSO = {"batch_size": "-b", "workers": "-j", "validation_batch_size": "-vb", "d
 _ALSO |= {"local_rank": "--local_rank", "train_batches_per_epoch": "--train-steps-per-epoch"}
 
 _NOT_TIMMS = "no argument of timm's train.py that is known here"
-_BY_TASK = ("smoothing", "eval_metric")  # null since 1.0.31, where the task decides them
+# Null since 1.0.31, where the task decides them: `DEFAULTS` are of classification.
+_OF_MULTILABEL: dict[str, Any] = {"smoothing": 0.0, "eval_metric": "map"}
 
 
 class _KeyValues(ParseKwargs):
@@ -165,7 +166,11 @@ def read_arguments(source: str, num_ranks: int | None = None) -> tuple[dict[str,
         close = _meant(more[0].lstrip("-").partition("=")[0].replace("-", "_"), {})
         remedy = f"use --{close.replace('_', '-')} or leave it out" if close else "leave it out"
         raise ConfigError(f"--from-timm: {printable(shlex.join(more))}: {_NOT_TIMMS}, {remedy}")
-    return vars(arguments), num_ranks, unknown
+    values = vars(arguments)
+    for name, of_multilabel in _OF_MULTILABEL.items():
+        if values[name] is None:
+            values[name] = of_multilabel if arguments.task == "multilabel" else DEFAULTS[name]
+    return values, num_ranks, unknown
 
 
 def _meant(name: str, given: Container[str]) -> str | None:
@@ -213,7 +218,7 @@ def _parser() -> _Parser:
             options |= {"nargs": "?", "const": "inductor"}
         if name != "data":
             flags = [f"--{name.replace('_', '-')}", *([_ALSO[name]] if name in _ALSO else [])]
-            parser.add_argument(*flags, dest=name, default=default, **options)
+            parser.add_argument(*flags, dest=name, default=None if name in _OF_MULTILABEL else default, **options)
     return parser
 
 
@@ -233,9 +238,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _null(name: str) -> Any:
     """Return what null in a file means. Raises ConfigError: timm's train.py needs a value there."""
     kind, default = _TYPES[name]
-    if name in ("color_jitter", "train_interpolation"):  # no jitter, the model's own filter
+    if name in ("color_jitter", "train_interpolation", *_OF_MULTILABEL):  # no jitter, the model's own filter
         return None
-    if default is None or kind in (bool, dict) or default == "" or name in (*_LIST_ROWS, *_BY_TASK):
+    if default is None or kind in (bool, dict) or default == "" or name in _LIST_ROWS:
         return default
     raise ConfigError(f"--from-timm: {name} is null: use a value, or leave it out")
 
