@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.json.sha256"
 SCORE = "evaluation.json"
 MIRRORED_RUN = "dali_train.extras.mirror:downloaded"
+ALL_CHECKPOINTS = "all"
 _NAME = re.compile(r"step-(\d{8,18})")
 _OWN_FILES = re.compile(r"manifest\.json(\.sha256)?|evaluation\.json|[\w.-]+\.safetensors|\..*\.partial")
 _LARGEST_FILE = 10_000_000
@@ -41,11 +42,12 @@ def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
     """Yield the directory of `run`: for the URL of a mirror, a temporary copy of its small files and of one checkpoint.
 
     Args:
-        checkpoint: as for `resolve_checkpoint`: ``best``, ``newest`` or ``step-NNNNNNNN``.
+        checkpoint: as for `resolve_checkpoint`: ``best``, ``newest`` or ``step-NNNNNNNN``; or `ALL_CHECKPOINTS`: those
+            that the mirror has, the newest and the best ones.
 
     Raises:
         ConfigError: the URL is not a run's mirror, or it has no such checkpoint.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, or all are.
         ObjectStoreError: the store refuses, or does not answer.
     """
     if not is_remote(str(run)):

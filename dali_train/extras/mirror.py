@@ -42,9 +42,11 @@ from dali_train.checkpoint.format import (
 )
 from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
 from dali_train.checkpoint.run_directory import (
+    ALL_CHECKPOINTS,
     MANIFEST,
     MANIFEST_DIGEST,
     checkpoint_paths,
+    local_run,
     point_link,
     record_top1,
     saved_score,
@@ -75,6 +77,7 @@ from dali_train.runtime.object_store import (
     MissingObjectError,
     ObjectStoreError,
     Version,
+    is_remote,
 )
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.runtime.status import METRICS
@@ -247,7 +250,7 @@ class Mirror:
         wanted = _best(self._claim.checkpoints, self._keep_best)
         best = [one for one in wanted if one == ahead[0] or self._path(one).exists() or self._fetch(one)]
         self._fetch_metrics()
-        self._fetch_ledger()
+        _fetch_ledger(self._bucket, self._directory)
         fetched = next((one for one in ahead if self._path(one).exists() or self._fetch(one)), None)
         if fetched is None and not local:
             raise CheckpointError(
@@ -259,17 +262,6 @@ class Mirror:
         point_link(self._directory / _CHECKPOINTS / "newest", self._path(fetched))
         if best and best[0] == wanted[0] and self._path(best[0]).exists():
             point_link(self._directory / _CHECKPOINTS / "best", self._path(best[0]))
-
-    def _fetch_ledger(self) -> None:
-        """Download the epochs of the ledger. What they have of steps behind the checkpoint is trained again."""
-        for name in self._bucket.sizes(f"{_LEDGER}/"):
-            path = self._directory / name
-            if _is_of_ledger(name):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_name(f".{path.name}.partial")
-                partial.unlink(missing_ok=True)
-                if _fetch_file(self._bucket, name, partial):
-                    partial.replace(path)
 
     def _fetch_metrics(self) -> None:
         path, partial = self._directory / METRICS, self._directory / f".{METRICS}.partial"
@@ -543,11 +535,11 @@ def downloaded(url: str, checkpoint: str | None = None) -> Iterator[Path]:
     """Yield a temporary copy of the small files and of one checkpoint of the run whose mirror is at `url`.
 
     Args:
-        checkpoint: as for `resolve_checkpoint`: ``best``, ``newest`` or ``step-NNNNNNNN``.
+        checkpoint: as for `local_run`.
 
     Raises:
         ConfigError: the URL is not a run's mirror, or it has no such checkpoint.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, or all are.
         ObjectStoreError: the store refuses, or does not answer.
     """
     bucket = Bucket(url)
@@ -556,18 +548,47 @@ def downloaded(url: str, checkpoint: str | None = None) -> Iterator[Path]:
     newest = max(complete, key=_step, default=None)
     named = next((f for f in complete if checkpoint is not None and f.rpartition("-")[0] == checkpoint), None)
     folder = {None: best or newest, "best": best, "newest": newest}.get(checkpoint, named)
-    if folder is None:
+    if folder is None and checkpoint != ALL_CHECKPOINTS:
         names = ", ".join(sorted(f.rpartition("-")[0] for f in complete)) or "none"
         raise ConfigError(f"{bucket.url} has no {checkpoint or 'newest'} checkpoint; it has: {names}")
     with temporary_directory() as directory:
-        for name in ("config.json", "environment.json", METRICS, "epoch_accuracies.json"):
-            _fetch_file(bucket, name, directory / name)
-        path = directory / _CHECKPOINTS / folder.rpartition("-")[0]
-        if not _fetch(bucket, folder, complete[folder], path):
-            raise CheckpointError(f"{bucket.url}/{_CHECKPOINTS}/{folder} is damaged: name another with --checkpoint")
-        for link in {"newest", *(["best"] if complete[folder] is not None else [])}:
-            point_link(path.with_name(link), path)
+        _download(bucket, directory, complete if folder is None else {folder: complete[folder]})
         yield directory
+
+
+@contextmanager
+def with_ledger(run: Path | str, checkpoint: str | None) -> Iterator[Path]:
+    """Yield the directory of `run` as `local_run` does, of a mirror with the ledger."""
+    with local_run(run, checkpoint) as directory:
+        if is_remote(str(run)):
+            _fetch_ledger(Bucket(str(run)), directory)
+        yield directory
+
+
+def _download(bucket: Bucket, directory: Path, checkpoints: Checkpoints) -> None:
+    """Download a run's small files and these of its checkpoints. Raises CheckpointError: all of them are damaged."""
+    for name in ("config.json", "environment.json", METRICS, "epoch_accuracies.json"):
+        _fetch_file(bucket, name, directory / name)
+    paths = {folder: directory / _CHECKPOINTS / f"step-{_step(folder):08d}" for folder in checkpoints}
+    fetched = {folder: one for folder, one in checkpoints.items() if _fetch(bucket, folder, one, paths[folder])}
+    if checkpoints and not fetched:
+        names = ", ".join(sorted(checkpoints))
+        raise CheckpointError(f"{bucket.url}/{_CHECKPOINTS}: {names} is damaged: name another with --checkpoint")
+    for link, folders in (("newest", sorted(fetched, key=_step)[-1:]), ("best", _best(fetched, 1))):
+        for folder in folders:
+            point_link(directory / _CHECKPOINTS / link, paths[folder])
+
+
+def _fetch_ledger(bucket: Bucket, directory: Path) -> None:
+    """Download the epochs of a run's ledger, if it has one. They may have steps behind the last checkpoint."""
+    for name in bucket.sizes(f"{_LEDGER}/"):
+        path = directory / name
+        if _is_of_ledger(name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.partial")
+            partial.unlink(missing_ok=True)
+            if _fetch_file(bucket, name, partial):
+                partial.replace(path)
 
 
 def _is_replaced(name: str) -> bool:

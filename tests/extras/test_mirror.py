@@ -144,6 +144,7 @@ def test_a_run_goes_on_from_its_mirror(
 def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with the checkpoints of steps 3 to 6, of which that of step 5 is the best. It is only read."""
     settings = ("--run.checkpoint_every_steps", "1", "--run.max_steps", "6", "--run.eval_every_epochs", "None")
+    settings += ("--hooks.ledger", "true")
     run = finished_run(tmp_path_factory.mktemp("finished"), dataset, *settings)
     for step, top1 in ((5, 0.5), (6, 0.25)):
         record_top1(run / "checkpoints" / f"step-{step:08d}", top1)
@@ -179,8 +180,23 @@ def test_commands_take_a_mirror(
     printed = capsys.readouterr().out
     assert "1 set of weights with the recorded digest" in printed
     assert printed.count("DIFFERS") == 1 and "metrics.jsonl has no evaluation of step 6" in printed
+    assert main(["prove", url, "--replay", "6"]) == 0
+    assert "replayed 1 step from step-00000005 to step 6" in capsys.readouterr().out
+    picture, table = tmp_path / "picture.png", tmp_path / "table.csv"
+    for command in (
+        ["blame", "--step", "6", "--picture", str(picture)],
+        ["suspects", "--picture", str(picture), "--csv", str(table)],
+    ):
+        assert main([*command, str(finished)]) == 0
+        of_directory = capsys.readouterr().out
+        written = files_of(tmp_path)
+        picture.unlink()
+        assert main([*command, url]) == 0
+        assert capsys.readouterr().out == of_directory and files_of(tmp_path) == written
+    assert len(table.read_text().splitlines()) > 1
     for words, message in (
-        (["prove", url, "--replay", "6"], "copy the run to this machine first"),
+        (["blame", url], "so name a file to write, --picture FILE"),
+        (["suspects", url, "--csv", str(table)], "so name the files to write, --picture FILE --csv FILE"),
         (["export", url], "so name a directory to write to, --output DIR"),
         (["eval", url, "--checkpoint", "step-00000003"], "has no step-00000003 checkpoint; it has: step-00000005"),
         (["eval", "s3://bucket/nothing"], "s3://bucket/nothing is not the mirror of a run: it has no mirror.json"),

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from dali_train.checkpoint.run_directory import ALL_CHECKPOINTS, local_run
 from dali_train.commands.arguments import Commands, load_user_extensions, on_runs, refuse_numbers, refuse_settings
 from dali_train.commands.boundary import importing
 from dali_train.errors import ConfigError
@@ -23,17 +24,12 @@ def add_blame_command(commands: Commands) -> None:
 def _blame(options: argparse.Namespace, overrides: list[str]) -> int:
     refuse_settings(options, overrides)
     refuse_numbers(options, "step", "images")
-    if isinstance(options.run_dir, str):
-        raise ConfigError(f"blame {options.run_dir}: it needs the run's checkpoints here: copy the run to a disk")
+    if isinstance(options.run_dir, str) and options.picture is None:
+        raise ConfigError(f"blame {options.run_dir}: a bucket is only read, so name a file to write, --picture FILE")
     load_user_extensions(options)
     with importing(f"dali-train {options.command}"):
         from dali_train.extras.blame.step import blame
 
-    blame(
-        options.run_dir,
-        options.step,
-        dataset=options.dataset,
-        count=options.images,
-        picture=options.picture,
-    )
+    with local_run(options.run_dir, ALL_CHECKPOINTS) as run_dir:
+        blame(run_dir, options.step, dataset=options.dataset, count=options.images, picture=options.picture)
     return FINISHED

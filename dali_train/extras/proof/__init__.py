@@ -2,10 +2,9 @@
 
 import argparse
 
+from dali_train.checkpoint.run_directory import ALL_CHECKPOINTS, local_run
 from dali_train.commands.arguments import Commands, add_launch_options, launch_options, on_runs, refuse_settings
 from dali_train.commands.boundary import importing
-from dali_train.errors import ConfigError
-from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import FINISHED
 
 
@@ -40,8 +39,10 @@ def _prove(options: argparse.Namespace, overrides: list[str]) -> int:
     run = options.run_dir
     if options.replay is None:
         return FINISHED if prove(run, dataset=options.dataset, all_draws=options.all_draws) else 1
-    if is_remote(str(run)):
-        raise ConfigError(f"{run}: --replay starts from a checkpoint in a run.dir; copy the run to this machine first")
-    if options.replay == "eval":
-        return FINISHED if replay_evaluation(run, dataset=options.dataset, options=launch_options(options)) else 1
-    return FINISHED if replay(run, options.replay, dataset=options.dataset, options=launch_options(options)) else 1
+    launch = launch_options(options)
+    with local_run(run, ALL_CHECKPOINTS) as directory:
+        if options.replay == "eval":
+            agrees = replay_evaluation(directory, dataset=options.dataset, options=launch)
+        else:
+            agrees = replay(directory, options.replay, dataset=options.dataset, options=launch)
+    return FINISHED if agrees else 1

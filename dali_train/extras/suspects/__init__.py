@@ -33,19 +33,23 @@ def add_suspects_command(commands: Commands) -> None:
 def _suspects(options: argparse.Namespace, overrides: list[str]) -> int:
     refuse_settings(options, overrides)
     refuse_numbers(options, "images")
-    if isinstance(options.run_dir, str):
-        raise ConfigError(f"suspects {options.run_dir}: it needs the run's ledger here: copy the run to a disk")
+    if isinstance(options.run_dir, str) and None in (options.picture, options.csv):
+        raise ConfigError(
+            f"suspects {options.run_dir}: a bucket is only read, so name the files to write, --picture FILE --csv FILE"
+        )
     load_user_extensions(options)
     with importing(f"dali-train {options.command}"):
+        from dali_train.extras.mirror import with_ledger
         from dali_train.extras.suspects.find import show_suspects
 
-    show_suspects(
-        options.run_dir,
-        dataset=options.dataset,
-        count=options.images,
-        picture=options.picture,
-        table=options.csv,
-        checkpoint=options.checkpoint,
-        weights=options.weights,
-    )
+    with with_ledger(options.run_dir, options.checkpoint) as run_dir:
+        show_suspects(
+            run_dir,
+            dataset=options.dataset,
+            count=options.images,
+            picture=options.picture,
+            table=options.csv,
+            checkpoint=options.checkpoint,
+            weights=options.weights,
+        )
     return FINISHED
