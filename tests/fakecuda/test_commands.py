@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dali_train.config import load_config
 from dali_train.extras.cost.speed import half_precision
+from dali_train.extras.quickstart.train_digits import precision_of
 from tests.fakecuda import jobs
 from tests.fakecuda.conftest import RunOnFake
 from tests.ranks import POOL
@@ -45,6 +46,17 @@ def test_init_chooses_what_suits_the_gpu(dataset: Path, tmp_path: Path) -> None:
     assert config.precision.dtype == "bf16" and config.batch.micro_batch == config.batch.global_batch
     assert "NVIDIA H100 80GB HBM3 has units for it" in path.read_text()
     assert [half_precision(capability) for capability in ((7, 5), (6, 1))] == ["fp16", None]
+
+
+def quickstart(path: Path) -> int:
+    path.write_text(precision_of(1))
+    return 0
+
+
+def test_quickstart_chooses_it_too(tmp_path: Path) -> None:
+    assert POOL.run(1, quickstart, tmp_path / "dtype", log=tmp_path / "log") == [0], (tmp_path / "log").read_text()
+    assert (tmp_path / "dtype").read_text() == "bf16"
+    assert "[2/3] 1 GPU: bf16" in (tmp_path / "log").read_text()
 
 
 def bench(work: Path) -> int:

@@ -15,7 +15,7 @@ from dali_train.commands.train import run
 from dali_train.config import Config
 from dali_train.config.command_line import config_with
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.extras.cost.speed import bf16_speedup
+from dali_train.extras.cost.speed import bf16_speedup, half_precision
 from dali_train.runtime.status import FINISHED, START_AGAIN, read_status
 from dali_train.runtime.stop import StopReason
 from dali_train.text import plural
@@ -52,7 +52,7 @@ def quickstart(overrides: list[str]) -> int:
         dtype: str = begun.precision.dtype
         _say(2, f"{directory} was interrupted, and goes on in {dtype}")
     else:
-        dtype = _fp16_on(num_gpus) if num_gpus else _fastest_precision(config)
+        dtype = precision_of(num_gpus) if num_gpus else _fastest_precision(config)
     _say(3, f"training {config.model.name} on the {'GPUs' if num_gpus else 'CPU'} in {dtype} into {directory}")
     config = config.replace({"run.dir": str(directory), "precision.dtype": dtype, "batch.micro_batch": micro_batch})
     if run(config, num_processes=ranks if num_gpus else "auto").stopped != StopReason.NONE:
@@ -79,9 +79,11 @@ def _has_finished(run: Path) -> bool:
     return status is not None and status.state == "finished"
 
 
-def _fp16_on(num_gpus: int) -> str:
-    _say(2, f"{plural(num_gpus, 'GPU')}: fp16")
-    return "fp16"
+def precision_of(num_gpus: int) -> str:
+    """Return the half precision of these GPUs, as `dali-train init` chooses it; fp32 where they have none."""
+    dtype = half_precision(torch.cuda.get_device_capability()) or "fp32"
+    _say(2, f"{plural(num_gpus, 'GPU')}: {dtype}")
+    return dtype
 
 
 def _fastest_precision(config: Config) -> str:
