@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,6 +224,10 @@ def test_a_table_of_files_and_labels(tmp_path: Path) -> None:
     labels: Any = {train.files.name(int(row["shard"])): int(row["label"]) for row in train.rows}  # type: ignore[union-attr]
     assert labels == {"images/a.jpg": 1, "images/b.jpg": 0}
     assert len(validation) == 1
+    # Such as a run beside the table, with its pictures: the table says which images there are.
+    shutil.copytree(tmp_path / "images", tmp_path / "runs" / "photos")
+    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "new.jpg")
+    assert len(Split(tmp_path / "index", "train")) == 2
     assert cli.main(words(f"data convert table --source {path} --out {tmp_path / 'copy'}")) == 0
     assert sorted(Split(tmp_path / "copy", "train").rows["label"].tolist()) == [0, 1]
 

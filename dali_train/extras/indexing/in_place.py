@@ -293,6 +293,8 @@ def _index(task: IndexInPlace, state: Path, listing: _Listing) -> list[str]:
         table = make_table(listing.root, [*names], objects)
     except OSError as error:
         raise SourceError(f"{printable(str(error.filename))}: cannot be read any more ({error.strerror})") from None
+    if task.name == "table":
+        table = table[: len(names)]  # it says which images there are: no file that is added beside them is one
     if listing.measured is None:
         files = crc32c(table.data)
         measured = {
