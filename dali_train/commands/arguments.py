@@ -21,6 +21,7 @@ Run = Callable[[argparse.Namespace, list[str]], int]
 
 Commands = Any  # what argparse's add_subparsers returns, whose class is private
 
+AUTO_MICRO_BATCH = "dali_train.extras.plan.auto_micro_batch:choose"
 COMPLETED_SETTINGS = "dali_train.extras.completion:add_settings_to_complete"
 
 USERS_PARTS = "a config file that registers your own model; the settings are the run's"
@@ -98,7 +99,13 @@ def config_of(options: argparse.Namespace, overrides: list[str]) -> Config:
             read_overrides(overrides, own)  # --confg, if that is why
             raise ConfigError("--config FILE is missing; `dali-train recipes` lists those that ship")
         with warnings.catch_warnings(record=True) as doubts:
-            config = config_with(options.config, overrides, f"dali-train {options.command}", own)
+            config = config_with(
+                options.config,
+                overrides,
+                f"dali-train {options.command}",
+                own,
+                lambda file, values: load_row(AUTO_MICRO_BATCH, "batch.micro_batch auto")(file, values, options),
+            )
     except ConfigError as error:
         error.reported_elsewhere = not is_first_on_host(launch_options(options).local_rank)
         raise

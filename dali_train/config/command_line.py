@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -23,11 +23,18 @@ from dali_train.config.config import KWARGS, SETTINGS, Config, load_config
 from dali_train.errors import ConfigError
 
 
-def config_with(path: Path | str, overrides: list[str], command: str, options: Sequence[str] = ()) -> Config:
+def config_with(
+    path: Path | str,
+    overrides: list[str],
+    command: str,
+    options: Sequence[str] = (),
+    micro_batch: Callable[[Config, dict[str, Any]], int] | None = None,
+) -> Config:
     """Return the config of a file, changed by the options ``--section.field value`` of a `command`.
 
     Args:
         options: the command's other options without --, for the remedy of one that is mistyped.
+        micro_batch: returns the number for ``--batch.micro_batch auto``, from the file's config and the other values.
 
     Raises:
         ConfigError: there is no such file or setting, or a value is not valid.
@@ -39,7 +46,10 @@ def config_with(path: Path | str, overrides: list[str], command: str, options: S
         only = [word.removeprefix("--") for word in rest]
         print(settings_help(config, f"{command} --config {path}", only), end="")
         raise SystemExit(0)
-    changed = config.replace(read_overrides(overrides, options))
+    values = read_overrides(overrides, options)
+    if micro_batch is not None and values.get("batch.micro_batch") == "auto":
+        values["batch.micro_batch"] = micro_batch(config, values)
+    changed = config.replace(values)
     if words := _describe_kept_rate(config, changed):
         warnings.warn(words, stacklevel=2)
     return changed

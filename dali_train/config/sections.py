@@ -635,7 +635,8 @@ class BatchConfig:
     global_batch: Annotated[int, Rule("a whole number from 1 to 16,777,216", 1, 1 << 24)]
     """Images per optimizer step, over all ranks and all accumulated micro-batches."""
     micro_batch: Annotated[int, Rule("a whole number from 1 to 65,536", 1, 1 << 16)]
-    """Images per forward and backward pass on one rank."""
+    """Images per forward and backward pass on one rank. auto, on the command line: the largest that fits, which the run
+    then keeps wherever it goes on."""
 
     def __post_init__(self) -> None:
         if self.global_batch % self.micro_batch == 0:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import uuid
+from argparse import Namespace
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from dali_train.errors import ConfigError
 from dali_train.extras import mirror
 from dali_train.extras.doctor.examine import run_directory
 from dali_train.extras.mirror import Claim, Mirror, mirrored
+from dali_train.extras.plan.auto_micro_batch import choose
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.lock import Holder
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
@@ -203,6 +205,13 @@ def test_commands_take_a_mirror(
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_mirror_keeps_the_micro_batch(url: str, tiny_config: Path, tmp_path: Path) -> None:
+    """Which `--batch.micro_batch auto` chose once: on an empty disk the run goes on with it, here 4, not 32."""
+    values = {"batch.micro_batch": "auto", "run.dir": str(tmp_path / "empty"), "run.mirror": url}
+    assert choose(load_config(tiny_config), values, Namespace()) == 4
+    assert choose(load_config(tiny_config), values | {"run.mirror": f"{url}/other"}, Namespace()) == 32
 
 
 @pytest.fixture

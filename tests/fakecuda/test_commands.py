@@ -10,6 +10,7 @@ from dali_train.extras.cost.speed import half_precision
 from dali_train.extras.quickstart.train_digits import precision_of
 from tests.fakecuda import jobs
 from tests.fakecuda.conftest import RunOnFake
+from tests.helpers import words
 from tests.ranks import POOL
 from tests.test_bench import gpu_options
 from tools.bench import gpu
@@ -57,6 +58,11 @@ def test_quickstart_chooses_it_too(tmp_path: Path) -> None:
     assert POOL.run(1, quickstart, tmp_path / "dtype", log=tmp_path / "log") == [0], (tmp_path / "log").read_text()
     assert (tmp_path / "dtype").read_text() == "bf16"
     assert "[2/3] 1 GPU: bf16" in (tmp_path / "log").read_text()
+
+
+def test_auto_is_the_largest_micro_batch_that_fits(on_fake: RunOnFake) -> None:
+    run = on_fake("auto", *words("--batch.global_batch 64 --batch.micro_batch auto --run.max_steps 1"))
+    assert load_config(run.directory / "config.json").batch.micro_batch == 64
 
 
 def bench(work: Path) -> int:

@@ -23,6 +23,9 @@ from dali_train.training.precision import Precision, compute_in
 # allocator.
 _UNSEEN_BYTES, _USABLE = 3e9, 0.95
 
+IMAGES_ON_CPU = 32
+"""Images per micro-batch without a GPU, whose memory would be the limit: enough to keep a CPU busy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -97,10 +100,15 @@ class Memory:
         room = _USABLE * device_bytes - _UNSEEN_BYTES - self.state_bytes
         if room < self.update_bytes:
             return None
-        fitting = int(room * self.micro_batch / self.activation_bytes)
-        images_per_rank, rest = divmod(global_batch, data_size)
-        multiple = global_batch if rest else images_per_rank
-        return next((size for size in range(min(fitting, images_per_rank), 0, -1) if multiple % size == 0), None)
+        return largest_divisor(int(room * self.micro_batch / self.activation_bytes), global_batch, data_size)
+
+
+def largest_divisor(most: int, global_batch: int, data_size: int) -> int | None:
+    """Return the largest micro-batch of up to `most` images that `data_size` data-parallel ranks can use, preferably
+    one that leaves none of them idle; None if there is none."""
+    images_per_rank, rest = divmod(global_batch, data_size)
+    multiple = global_batch if rest else images_per_rank
+    return next((size for size in range(min(most, images_per_rank), 0, -1) if multiple % size == 0), None)
 
 
 def estimate_memory(config: Config, model: nn.Module) -> Memory:

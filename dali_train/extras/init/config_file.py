@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
-from dali_train.extras.cost.memory import estimate_memory
+from dali_train.extras.cost.memory import IMAGES_ON_CPU, estimate_memory
 from dali_train.extras.cost.speed import bf16_speedup, half_precision, seconds_per_image
 from dali_train.extras.init.network import Pretrained, describe_weights
 from dali_train.extras.init.trial import measure
@@ -25,8 +25,6 @@ from dali_train.training.model import build_model
 
 _SMALL = 96
 """Images with a shorter side than this, in pixels, get a network that keeps their resolution."""
-_ON_CPU = 32
-"""Images per micro-batch without a GPU, whose memory would be the limit."""
 _HOURS_ON_CPU = 1.0
 """A run without a GPU gets as many epochs as fit into about this time, at least `_FEWEST_EPOCHS`."""
 _FEWEST_EPOCHS = 10
@@ -102,7 +100,7 @@ def write_config(
         network=pretrained.model if pretrained else model,
         pretrained=pretrained,
         has_batch_norm=True,
-        micro_batch=_ON_CPU,
+        micro_batch=IMAGES_ON_CPU,
         reason="enough to keep a CPU busy",
         epochs=most,
         epochs_reason=enough,
