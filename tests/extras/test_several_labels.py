@@ -609,6 +609,7 @@ def test_init_and_fit_know_several_labels(several: Path, table: Path, tmp_path: 
     for more in (["--label-separator", ";"], ["--multi-hot"]):
         options = parser.parse_args(["fit", str(table), "--out", str(tmp_path / "run"), *more])
         (index, *_) = Fit(options, [])._steps()
+        assert "--validation-fraction" not in index.words, "the table has a column that says it"
         options = parser.parse_args(index.words)
         assert (options.label_separator, options.multi_hot) == ((";", False) if len(more) == 2 else (None, True))
     assert main(["fit", str(several), "--out", str(tmp_path / "run"), "--multi-hot"]) == 2

@@ -21,8 +21,10 @@ from typing import Any
 
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.config.command_line import read_overrides
+from dali_train.data.convert.datasets import in_place
 from dali_train.data.dataset.manifest import Manifest, split_folders_among, splits_of_words
 from dali_train.errors import ConfigError, NoDatasetError
+from dali_train.extras.formats.table import has_validation
 from dali_train.files import ForeignFileError, read_json, write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import FINISHED, START_AGAIN, best_evaluation, decisive, read_status
@@ -237,9 +239,9 @@ def _is_dataset(source: str) -> bool:
 
 
 def _has_validation(source: Path) -> bool:
-    """Return whether the source has a validation split of its own, by the names of its folders or files."""
+    """Return whether the source has a validation split of its own: by the names of folders, or in a table's column."""
     if not source.is_dir():
-        return False
+        return in_place(source) == "table" and has_validation(source)
     folders = split_folders_among([path.name for path in source.iterdir() if path.is_dir()])
     return "validation" in splits_of_words([*folders.values()]).values()
 

@@ -15,7 +15,8 @@ With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or n
 
 import csv
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -115,12 +116,12 @@ def _rows(
     merged: dict[str, _Row] = {}
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            reader = _reader(path, lines)
             columns = dict.fromkeys(reader.fieldnames or (), "text")
             if len(columns) < len(reader.fieldnames or ()):
                 raise SourceError(f"{path}: two of its columns have one name: rename one of them")
             image = find_column(path, columns, "--image-key", image_key, _FILE_COLUMNS)
-            split = next((name for name in _SPLIT_COLUMNS if name in columns), None)
+            split = _split_column(columns)
             label = ""
             if class_columns is None:
                 label = find_column(path, columns, "--label-key", label_key, _LABEL_COLUMNS)
@@ -163,6 +164,26 @@ def _rows(
     if not seen:
         raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
     yield from merged.values()
+
+
+def _reader(path: Path, lines: Iterable[str]) -> "csv.DictReader[str]":
+    return csv.DictReader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+
+
+def _split_column(columns: Iterable[str]) -> str | None:
+    there = {*columns}
+    return next((name for name in _SPLIT_COLUMNS if name in there), None)
+
+
+def has_validation(path: Path) -> bool:
+    """Return whether a table names images for validation; False also for a file that is none."""
+    with suppress(OSError, UnicodeDecodeError, csv.Error), path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = _reader(path, lines)
+        column = _split_column(reader.fieldnames or ())
+        if column is not None:
+            words = {split_word((line[column] or "").strip()) for line in reader}
+            return "validation" in splits_of_words({word for word in words if word is not None}).values()
+    return False
 
 
 def _is_one(text: str, where: str) -> bool:
