@@ -5,15 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.conftest import Start
+from examples.conftest import Finish, Start
 
 pytest.importorskip("lightning.pytorch")
 TRAIN = Path(__file__).with_name("train.py")
 
 
-def test_resumes_in_the_middle_of_an_epoch_on_other_devices(dataset: Path, tmp_path: Path, start: Start) -> None:
+def test_resumes_in_the_middle_of_an_epoch_on_other_devices(
+    dataset: Path, tmp_path: Path, start: Start, finish: Finish
+) -> None:
     words = (dataset, "--accelerator", "cpu", "--root")
-    assert start(TRAIN, *words, "one").wait() == 0
+    finish(TRAIN, *words, "one")
     (middle,) = (tmp_path / "one").glob("*-step=7.ckpt")  # an epoch has 4 or 5 steps
     assert start(TRAIN, *words, "two", "--devices", "2", "--ckpt-path", middle).wait() == 0
     saved = [torch.load(tmp_path / name / "epoch=2-step=13.ckpt", weights_only=False) for name in ("one", "two")]

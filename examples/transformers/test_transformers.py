@@ -6,17 +6,17 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from examples.conftest import Start
+from examples.conftest import Finish, Start
 
 pytest.importorskip("transformers.trainer")
 pytest.importorskip("accelerate")
 TRAIN = Path(__file__).with_name("train.py")
 
 
-def test_resumes_on_other_processes(dataset: Path, tmp_path: Path, start: Start) -> None:
+def test_resumes_on_other_processes(dataset: Path, tmp_path: Path, start: Start, finish: Finish) -> None:
     assert start(TRAIN, dataset, "--root", "one").wait() == 0
     middle = tmp_path / "one" / "checkpoint-7"  # an epoch has 4 or 5 steps
-    assert start(TRAIN, dataset, "--root", "two", "--resume", middle, processes=2).wait() == 0
+    finish(TRAIN, dataset, "--root", "two", "--resume", middle, processes=2)
     assert not (tmp_path / "two" / "checkpoint-7").exists(), "it goes on behind step 7"
     last = [tmp_path / name / "checkpoint-13" for name in ("one", "two")]  # 600 images, 48 at a time
     assert (last[0] / "loader.json").read_text() == (last[1] / "loader.json").read_text()
