@@ -39,6 +39,7 @@ def tree(root: Path, **options: object) -> Sources:
         "group_by": None,
         "class_order": "name",
         "class_names": None,
+        "several_labels": False,
     }
     return DATASETS["folder"].load(Namespace(train=root, seed=0, **{**given, **options}))
 
