@@ -292,7 +292,8 @@ def test_a_run_with_a_recipes_options_whose_ranks_were_killed_ends_with_the_same
     options = (*(option.format(root=dataset) for option in KILLED.options), *OFTEN)
     train("undisturbed", *options, ranks=ranks)
     kill_after_step_4(start_training, tiny_config, "killed", *options, ranks=ranks)
-    assert "resuming from step" in train("killed", *options, ranks=ranks)
+    resumed = train("killed", *options, "--data.local_copy", str(tmp_path / "disk"), ranks=ranks)
+    assert "resuming from step" in resumed and resumed.count("copying") == 1
     assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
     assert prove(tmp_path / "killed", dataset=None, all_draws=True)
 

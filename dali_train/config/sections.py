@@ -65,8 +65,8 @@ def _lacks_mix(data: "DataConfig", name: str) -> bool:
     return not data.mix and getattr(data, name) not in ((), "union", None)
 
 
-def _excludes_mix(data: "DataConfig", name: str) -> bool:
-    return bool(data.mix) and getattr(data, name) is not None
+def _is_url(root: str) -> bool:
+    return "://" in root
 
 
 @section("data")
@@ -239,6 +239,11 @@ class DataConfig:
         return sorted({self.train_size, *(size for _, size in self.progressive)})
 
     @property
+    def roots(self) -> list[str]:
+        """data.root and the datasets of data.mix, each once."""
+        return list(dict.fromkeys([self.root, *(root for _, root, _ in self.mix)]))
+
+    @property
     def mix_weights(self) -> list[tuple[float, tuple[float, ...]]]:
         """The epoch from which on data.mix has these weights, and the weights, (datasets,); the first epoch is 0."""
         starts = [0.0, *(until for until, *_ in self.mix_until)]
@@ -272,24 +277,18 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for _, root in self.eval_sets:
-            if "://" in root:
+            if _is_url(root):
                 refuse_credentials("data.eval_sets", root)
         self._check_mix()
         require(
             len(dict(self.eval_sets)) == len(self.eval_sets),
             f"data.eval_sets has the names {', '.join(name for name, _ in self.eval_sets)}: use each name once",
         )
-        if "://" in self.root:
+        if _is_url(self.root):
             refuse_credentials("data.root", self.root)
             require(
                 self.reader != "dali",
                 f"data.reader is dali, which reads files, and data.root is {self.root}: use data.reader index",
-            )
-        else:
-            require(
-                self.cache is None,
-                f"data.cache is {self.cache}, but data.root {self.root} is not in an object store: use data.local_copy "
-                "to copy it to a local disk",
             )
         low, high = self.crop_area
         require(
@@ -324,7 +323,7 @@ class DataConfig:
 
     def _check_mix(self) -> None:
         for _, root, _ in self.mix:
-            if "://" in root:
+            if _is_url(root):
                 refuse_credentials("data.mix", root)
         require(
             len({name for name, _, _ in self.mix}) == len(self.mix),
@@ -356,17 +355,14 @@ class DataConfig:
             for name in ("mix_until", "mix_classes", "epoch_images")
         ),
         Conflict(
-            names=("mix", "shuffle"),
-            when=lambda data: bool(data.mix) and data.shuffle == "block",
-            remedy="blocks are dealt to the micro-batches of one dataset; set data.shuffle full",
+            names=("cache", "root"),
+            when=lambda data: data.cache is not None and not any(map(_is_url, data.roots)),
+            remedy="no dataset of the run is in an object store; use data.local_copy to copy it to a local disk",
         ),
-        *(
-            Conflict(
-                names=("mix", name),
-                when=partial(_excludes_mix, name=name),
-                remedy=f"it takes one dataset; leave data.{name} out",
-            )
-            for name in ("local_copy", "cache")
+        Conflict(
+            names=("local_copy", "root"),
+            when=lambda data: data.local_copy is not None and all(map(_is_url, data.roots)),
+            remedy="it copies from file systems; use data.cache for an object store",
         ),
         Conflict(
             names=("progressive", "train_size"),

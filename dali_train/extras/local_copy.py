@@ -1,4 +1,4 @@
-"""A copy of the dataset on a disk of each host, made once before training.
+"""A copy of the dataset on a disk of each host, made once before training; of a mixture, of each that lies on a disk.
 
 Each version of a dataset has its own directory, named by a hash of its ``dataset.json`` and index, so a changed source
 is copied again while other runs can still read the old version. Files are renamed into place when they are complete and
@@ -20,16 +20,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import BinaryIO
 
 import torch.distributed as dist
 from crc32c import crc32c
 
-from dali_train.config import Config
+from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, checksums_path, index_path, text_index_path
-from dali_train.data.dataset.storage import DatasetRoot
+from dali_train.data.dataset.storage import DatasetLocation
 from dali_train.data.dataset.write_index import map_shards
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, UserError
@@ -46,28 +48,41 @@ _COPIED = r"dataset\.json|(train|validation|index|idx_files)/[^/]*|idx_files/(tr
 _NO_LIMIT = timedelta(days=30)  # no timeout: other hosts wait however long a copy takes
 
 
-def copied(config: Config, launch: Launch) -> DatasetRoot:
-    """Return the copy of data.root that data.local_copy asks for. All ranks call this together.
+@dataclass(frozen=True)
+class Copy:
+    """A copy, which is not removed while this object exists."""
+
+    path: Path
+    in_use: BinaryIO  # holds its lock
+
+
+def copied(data: DataConfig, launch: Launch) -> DatasetLocation:
+    """Return the copies that data.local_copy asks for. All ranks call this together.
 
     Raises:
-        DatasetError: on all ranks, if any host fails to make its copy.
+        DatasetError: on all ranks, if any host fails to make its copies.
     """
-    assert config.data.local_copy is not None
+    assert data.local_copy is not None
     group = host_group(launch, timeout=_NO_LIMIT)
-    copy, failure = None, ""
+    copies: dict[str, Copy] = {}
+    failure = ""
     try:
-        copy = make_copy(Path(config.data.root), Path(config.data.local_copy), verbose=launch.local_rank == 0)
+        for root in (root for root in data.roots if "://" not in root):
+            copies[root] = make_copy(Path(root), Path(data.local_copy), verbose=launch.local_rank == 0)
     except (UserError, OSError) as error:
         failure = f"{error} (on {platform.node()})"
     failure, _ = first_fault(failure, group)
     if group is not None:
         dist.destroy_process_group(group)
-    if failure or copy is None:
+    if failure:
         raise DatasetError(failure)
-    return copy
+    places = {root: str(copy.path) for root, copy in copies.items()}
+    mix = tuple((name, places.get(root, root), weight) for name, root, weight in data.mix)
+    copied_data = replace(data, root=places.get(data.root, data.root), mix=mix, local_copy=None)
+    return DatasetLocation(copied_data, tuple(copy.in_use for copy in copies.values()))
 
 
-def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
+def make_copy(source: Path, directory: Path, *, verbose: bool) -> Copy:
     """Copy the dataset to a directory below `directory`, or wait for another process that does, or reuse a copy.
 
     Args:
@@ -81,7 +96,7 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
     manifest = Manifest.read(source)
     if manifest.in_place is not None:
         raise DatasetError(
-            f"data.local_copy is {directory.parent} with data.root {source}, an index of what lies in "
+            f"data.local_copy is {directory.parent} with the dataset {source}, an index of what lies in "
             f"{manifest.in_place.source}: copy that directory and index the copy, or convert it"
         )
     family = f"{source.name}-{_digest(str(source).encode())}"
@@ -96,7 +111,7 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
             if other != root:
                 _remove_unused(other)
         _copy(source, root, manifest)
-    return DatasetRoot(root, in_use)
+    return Copy(root, in_use)
 
 
 def _copy(source: Path, root: Path, manifest: Manifest) -> None:

@@ -18,7 +18,7 @@ from dali_train.config.check import load_row
 from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.dataset.index import Split, open_split, read_labels
 from dali_train.data.dataset.manifest import Manifest, SplitName
-from dali_train.data.dataset.storage import DatasetRoot, storage_of
+from dali_train.data.dataset.storage import DatasetLocation, storage_of
 from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.loader import RunLoader, TrainLoader
 from dali_train.data.loading.loader_arguments import Place, blank_images, decoding_threads, pixel_format
@@ -61,7 +61,7 @@ class RunPlan:
     layout: Layout
     device: torch.device
     num_threads: int  # for decoding
-    dataset: DatasetRoot  # held, so that a local copy in use is not removed
+    dataset: DatasetLocation  # held, so that a local copy in use is not removed
     node: Node | None  # the cache of this node
     split: Split  # to train on; of `eval` to evaluate
 
@@ -128,10 +128,10 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     """
     layout = fit_to_ranks(config, launch) if trains else Layout.from_config(launch, ParallelConfig())
     num_threads = configure_torch(config, launch, device)
-    dataset = find_dataset(config, launch) if trains else DatasetRoot(config.data.root, None)
-    explain_bus_errors(str(dataset.path))
+    dataset = find_dataset(config, launch) if trains else DatasetLocation(config.data)
+    explain_bus_errors(dataset.data.root)
     name: SplitName = "train" if trains else "validation"
-    split = open_split(config.data, name, dataset.path, several_labels=True)
+    split = open_split(dataset.data, name, several_labels=True)
     losses = (*SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL)
     asks_for_several = config.loss.name in losses or config.run.best_by == "mean-ap" or config.run.f1_threshold != 0.5
     if asks_for_several or split.label_sets is not None:
@@ -148,8 +148,8 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     )
 
 
-def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
-    """Return data.root, or the copy of it that data.local_copy asks for. All ranks call this together.
+def find_dataset(config: Config, launch: Launch) -> DatasetLocation:
+    """Return where the dataset lies, with the copy that data.local_copy asks for. All ranks call this together.
 
     Raises:
         ConfigError: data.root is a URL whose scheme is unknown.
@@ -157,8 +157,8 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
     """
     storage_of(config.data)  # report an unknown scheme before looking for its directory
     if config.data.local_copy is None:
-        return DatasetRoot(config.data.root, None)
-    copy: DatasetRoot = load_row(LOCAL_COPY, "data.local_copy")(config, launch)
+        return DatasetLocation(config.data)
+    copy: DatasetLocation = load_row(LOCAL_COPY, "data.local_copy")(config.data, launch)
     return copy
 
 
@@ -200,7 +200,7 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
         return None
     split = plan.split
     if split.name != "validation":
-        split = open_split(plan.config.data, "validation", plan.dataset.path, several_labels=True)
+        split = open_split(plan.dataset.data, "validation", several_labels=True)
     kind: type[Evaluator] = Evaluator
     if split.label_sets is not None:
         kind = load_row(EVALUATE_SEVERAL_LABELS, str(split.root))
@@ -241,7 +241,7 @@ def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
     build = partial(Evaluator, config=plan.config, device=plan.device, layout=plan.layout, num_threads=plan.num_threads)
     for name, root in plan.config.data.eval_sets:
         if root.endswith(".json"):
-            split = open_split(plan.config.data, "validation", plan.dataset.path)
+            split = open_split(plan.dataset.data, "validation")
             evaluators[name] = build(split, labels=read_labels(Path(root), split))
             continue
         splits = Manifest.read(root).splits

@@ -1,5 +1,6 @@
 """Mixtures of datasets: exact shares in every micro-batch, each dataset in its own epochs, on any number of ranks."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -12,12 +13,21 @@ import torch
 from dali_train import TrainLoader, cli
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split, open_split
+from dali_train.data.dataset.manifest import fetched_metadata
+from dali_train.data.loading import cache as cache_module
+from dali_train.data.loading.cache import Eviction, NextUse
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, Segment
 from dali_train.errors import ConfigError
+from dali_train.extras.local_copy import copied
+from dali_train.extras.mixture.dataset import MixedSplit
 from dali_train.extras.mixture.merge import MixedOrder, Shares
+from dali_train.extras.mixture.mixed_images import MixedCache, MixedImages
 from dali_train.extras.proof.prove import prove
+from dali_train.runtime.launch import Launch
 from tests.conftest import Train, jpeg, photograph
 from tests.helpers import loader_of, samples, words
+from tests.object_server import ObjectServer
+from tools.bench.cache import simulate_cache
 
 ALONE: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "device": "cpu", "num_threads": 1}
 ART = {"class 1": 7, "drawing": 9, "print": 5}
@@ -82,16 +92,23 @@ def test_every_micro_batch_and_every_prefix_has_its_shares(weights: tuple[float,
         assert [int(n) for n in shares.before(far) - before[13]] == [10**9 * shares.period * one for one in exact]
 
 
-@pytest.mark.parametrize("shuffle", ["full", "balanced", "none"])
+IN_BLOCKS = {"data.shuffle": "block", "data.block_images": 4, "data.window_blocks": 2}
+
+
+@pytest.mark.parametrize("shuffle", ["full", "balanced", "none", "block"])
 def test_one_dataset_is_as_without_a_mixture(shuffle: str, config: Config) -> None:
-    config = config.replace({"data.shuffle": shuffle, "data.repeats": 2, "data.augment": "rand"})
+    config = config.replace({**IN_BLOCKS, "data.shuffle": shuffle, "data.repeats": 2, "data.augment": "rand"})
     alone = config.replace({"data.mix": (("photos", config.data.root, 0.7),)})
     for one, other in zip(stream(config, 5), stream(alone, 5), strict=True):
         for name, value in vars(one).items():
             np.testing.assert_array_equal(value, getattr(other, name), err_msg=name)
 
 
-def test_each_dataset_goes_through_its_own_epochs_as_it_does_alone(mixed: Config, art: Path) -> None:
+@pytest.mark.parametrize("order", [{}, IN_BLOCKS], ids=["full", "block"])
+def test_each_dataset_goes_through_its_own_epochs_as_it_does_alone(
+    order: dict[str, Any], mixed: Config, art: Path
+) -> None:
+    mixed = mixed.replace(order)
     batches = stream(mixed, 20)
     roots = {"photos": mixed.data.root, "art": str(art)}
     first = 0
@@ -158,6 +175,84 @@ def test_a_loader_of_two_datasets_has_the_trainers_tensors(mixed: Config, art: P
         other.load_state_dict(state)
 
 
+@pytest.fixture(scope="module")
+def art_in_shards(art: Path) -> Path:
+    directory = art.parent / "shards"
+    convert = ["data", "convert", "folder", "--train", str(art.parent / "files"), "--train-shards", "2"]
+    assert cli.main([*convert, "--out", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture
+def bucket(
+    dataset: Path, art_in_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ObjectServer]:
+    """A store with `dataset` as photos/, and the images of `art` as art/."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "metadata"))
+    fetched_metadata.cache_clear()
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "photos").symlink_to(dataset)
+    (tmp_path / "served" / "art").symlink_to(art_in_shards)
+    with ObjectServer(tmp_path / "served") as server:
+        yield server
+
+
+def cached_files(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("user-*/train-*/*/*") if path.is_file()]
+
+
+@pytest.mark.parametrize("shuffle", ["full", "balanced"])
+def test_sources_in_a_bucket_give_the_tensors_of_those_on_a_disk(
+    shuffle: str, bucket: ObjectServer, dataset: Path, art: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = dict(batch_size=8, image_size=32, shuffle=shuffle, **ALONE)
+    on_disk = TrainLoader({dataset: 0.6, art: 0.4}, **settings)
+    cache = {"cache": str(tmp_path / "cache")}
+    loaders = [
+        TrainLoader({f"{bucket.url}/photos": 0.6, art: 0.4}, **settings),
+        TrainLoader({f"{bucket.url}/photos": 0.6, art: 0.4}, **cache, **settings),
+    ]
+    for _ in range(3 * 9):
+        images, labels = on_disk._as_asked(on_disk.next())
+        for loader in loaders:
+            found, its_labels = loader._as_asked(loader.next())
+            assert torch.equal(found, images) and torch.equal(its_labels, labels)
+    kept = sorted(int(path.name) for path in cached_files(tmp_path / "cache"))
+    assert kept == list(range(50)) if shuffle == "full" else set(kept) <= {*range(50)}
+    assert on_disk.state_dict() == loaders[1].state_dict()
+
+
+def test_the_sources_share_a_cache_whose_images_needed_latest_are_removed(
+    mixed: Config, art: Path, bucket: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mix = (("photos", f"{bucket.url}/photos", 2), ("local", str(art), 1), ("art", f"{bucket.url}/art", 1))
+    config = mixed.replace({"data.mix": mix, "data.mix_until": ((1, 1, 0, 2),), "run.epochs": 3})
+    config = config.replace({"batch.global_batch": 8, "data.read_ahead_mb": 0})
+    split = open_split(config.data, "train")
+    assert isinstance(split, MixedSplit)
+    cache = MixedCache(tmp_path, split)
+    images = MixedImages(split, config.data, cache)
+    uses, same_uses = (
+        NextUse(config, split.rows["label"], sources=split.sources, dp_size=1, coordinates=frozenset({0}), start_step=0)
+        for _ in range(2)
+    )
+    order, times = same_uses.uses(0, uses.total_steps)
+    assert order.tolist() == [image for batch in stream(config, int(uses.total_steps)) for image in batch.images]
+    limit = 25 * 4096
+    monkeypatch.setattr(cache_module, "_LEAST_WAIT_S", 3600.0)  # its thread's rounds are made here
+    eviction = Eviction(cache, uses, limit=limit, start_step=0, num_ahead=0)
+    for now in np.unique(times).tolist():
+        images.read(order[times == now].astype(np.int64))
+        eviction._now = now
+        eviction.remove_latest()
+        assert len(cached_files(tmp_path)) * 4096 <= limit
+    eviction._stopped.set()
+    in_buckets = (order < 50) | (order >= 71)
+    served = simulate_cache(order, cache.file_sizes, limit)[in_buckets].sum()
+    hits = [source.num_hits for source in cache.of_sources if source is not None]
+    assert len(hits) == 2 and min(hits) > 0 and 0.9 * served < sum(hits) <= served
+
+
 def test_classes_are_those_of_all_or_found_by_name(mixed: Config) -> None:
     names = open_split(mixed.data, "train").manifest.class_names
     assert names == (*Split(mixed.data.root, "train").manifest.class_names, "drawing", "print")
@@ -188,6 +283,66 @@ def test_classes_are_those_of_all_or_found_by_name(mixed: Config) -> None:
             open_split(replace(mixed.data, mix_classes=wrong), "train")
 
 
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index in place whose images have several labels, of which "class 1" is also one of `art`."""
+    directory = tmp_path_factory.mktemp("several")
+    lines = ["file,label,split"]
+    for number in range(16):
+        (directory / f"{number}.jpg").write_bytes(jpeg(photograph(300 + number, 40, 50)))
+        labels = [name for name, every in (("eel", 2), ("class 1", 3), ("fox", 5)) if number % every == 0]
+        lines.append(f"{number}.jpg,{';'.join(labels)},{'train' if number < 12 else 'val'}")
+    (directory / "labels.csv").write_text("\n".join(lines))
+    table, out = str(directory / "labels.csv"), str(directory / "index")
+    assert cli.main(["data", "index", table, "--label-separator", ";", "--out", out]) == 0
+    return directory / "index"
+
+
+def label_texts(split: Split) -> list[set[str]]:
+    names = split.manifest.class_names
+    return [{*split.label_text(int(label), names).split(", ")} - {"no class"} for label in split.rows["label"]]
+
+
+@pytest.mark.parametrize("first", ["several", "art"])
+def test_one_source_with_several_labels_gives_all_of_them_sets(
+    first: str, mixed: Config, several: Path, art: Path, dataset: Path
+) -> None:
+    roots = {"several": several, "art": art} if first == "several" else {"art": art, "several": several}
+    mix = tuple((name, str(path), 1) for name, path in roots.items())
+    root = several if first == "several" else dataset  # the latter has one label an image
+    data = mixed.replace({"data.root": str(root), "data.mix": mix}).data
+    train = open_split(data, "train", several_labels=True)
+    expected = [text for path in roots.values() for text in label_texts(Split(path, "train", several_labels=True))]
+    assert label_texts(train) == expected and {len(text) for text in expected} >= {0, 1, 2, 3}
+    names = train.manifest.class_names
+    expected_names = [*Split(root, "train", several_labels=True).manifest.class_names, *ART]
+    assert [*names] == [*dict.fromkeys([*expected_names, "class 1", "eel", "fox"])]
+    validation = open_split(data, "validation", several_labels=True)
+    assert validation.manifest.class_names == names
+    assert label_texts(validation) == label_texts(Split(root, "validation", several_labels=True))
+    # Of the 33 images of an epoch, a half are of each.
+    shares = [sum(name in text for text in expected) for name in names]
+    assert train.class_counts[names.index("drawing")] == round(9 / 21 * 33 / 2) and (train.class_counts > 0).all() == (
+        min(shares) > 0
+    )
+    for name in ("train", "validation"):
+        with pytest.raises(ConfigError, match=f"data.mix {', '.join(roots)}: its images have several labels"):
+            open_split(data, name)  # type: ignore[arg-type]
+
+
+def test_a_mixture_with_several_labels_trains(mixed: Config, several: Path, art: Path, train: Train) -> None:
+    mix = ("--data.mix", f"art,{art},1", f"several,{several},1", "--data.root", str(several))
+    run = train("several", *mix, *words("--loss.name asymmetric --run.max_steps 1 --run.best_by mean-ap"), ranks=2)
+    assert "mAP" in run
+    loader = TrainLoader({str(several): 1, str(art): 1}, batch_size=8, image_size=32, **ALONE)
+    _, targets = next(iter(loader))
+    split = open_split(loader.config.data, "train", several_labels=True)
+    assert loader.micro_batch is not None and targets.shape == (8, 5)
+    for image, row in zip(loader.micro_batch.images.tolist(), targets.tolist(), strict=True):
+        names = {name for name, is_one in zip(split.manifest.class_names, row, strict=True) if is_one}
+        assert names == label_texts(split)[image]
+
+
 def test_images_are_left_out_by_their_numbers_in_the_mixture(mixed: Config, tmp_path: Path) -> None:
     file = tmp_path / "excluded.csv"
     file.write_text("3\n52\n")
@@ -215,8 +370,11 @@ def test_images_are_left_out_by_their_numbers_in_the_mixture(mixed: Config, tmp_
             {"data.mix": (), "data.epoch_images": 10},
             "data.epoch_images is 10 with data.mix .*: it belongs to a mixture",
         ),
-        ({"data.shuffle": "block"}, "with data.shuffle block: blocks are dealt"),
-        ({"data.local_copy": "disk"}, "with data.local_copy disk: it takes one dataset"),
+        ({"data.cache": "disk"}, "data.cache is disk with data.root .*: no dataset of the run is in an object store"),
+        (
+            {"data.root": "s3://b/x", "data.mix": (("a", "s3://b/x", 1),), "data.local_copy": "disk"},
+            "data.local_copy is disk with data.root s3://b/x: it copies from file systems; use data.cache",
+        ),
         ({"data.reader": "dali", "hooks.trace_samples": False}, "data.reader is dali with data.mix"),
     ],
 )
@@ -225,12 +383,60 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: 
         mixed.replace(changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.mix_until": ((1, 1, 1),)}, "must be whole and stay the same"),
+        ({"data.repeats": 2}, "share of batch.micro_batch 4 must be a multiple of data.repeats 2"),
+        ({"batch.micro_batch": 2}, "share of batch.micro_batch 2 must be whole"),
+    ],
+)
+def test_blocks_that_cannot_be_dealt_are_refused(changes: dict[str, Any], message: str, mixed: Config) -> None:
+    with pytest.raises(ConfigError, match=message):
+        micro_batches_of(mixed.replace({**IN_BLOCKS, **changes}))
+
+
+def test_whole_windows_are_read_ahead_once(mixed: Config) -> None:
+    """All images of the windows of every micro-batch, which are those of its sources."""
+    mixed = mixed.replace(IN_BLOCKS)
+    order = micro_batches_of(mixed).order
+    for batch in stream(mixed, 9):
+        windows = order.windows_at(batch.positions)
+        assert windows is not None and len({*windows}) == len(windows)
+        assert {*batch.images.tolist()} <= {image for each in windows for image in order.images_in(*each).tolist()}
+    loader = loader_of(mixed)
+    split = open_split(mixed.data, "train")
+    assert isinstance(split, MixedSplit) and MixedImages(split, mixed.data).keeps_windows
+    for batch in stream(mixed, 3):
+        assert loader.next().micro_batch.images.tolist() == batch.images.tolist()
+
+
+def test_datasets_on_disks_are_copied(mixed: Config, art_in_shards: Path, bucket: ObjectServer, tmp_path: Path) -> None:
+    mix = (("photos", mixed.data.root, 2), ("art", str(art_in_shards), 1), ("far", f"{bucket.url}/art", 1))
+    config = mixed.replace({"data.mix": mix, "data.local_copy": str(tmp_path / "disk")})
+    location = copied(config.data, Launch())
+    assert len(location.in_use) == 2 and location.data.local_copy is None
+    split = open_split(location.data, "train")
+    assert isinstance(split, MixedSplit)
+    assert [part.root.is_relative_to(tmp_path / "disk") for part in split.parts] == [True, True, False]
+    there = MixedImages(split, config.data).read(np.arange(len(split)))
+    original = open_split(config.data, "train")
+    assert isinstance(original, MixedSplit)
+    expected = MixedImages(original, config.data).read(np.arange(len(split)))
+    assert [each.tobytes() for each in there] == [each.tobytes() for each in expected]
+    np.testing.assert_array_equal(split.rows, original.rows)
+
+
 def test_a_run_is_proven_resumed_and_a_change_is_named(
-    mixed: Config, art: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mixed: Config, art: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], bucket: ObjectServer
 ) -> None:
+    """It begins with a part of its images in a bucket."""
     root = mixed.data.root
     options = ("--data.mix", f"photos,{root},3", f"art,{art},1", *words("--data.mix_until 1,0,1 --hooks.ledger true"))
-    train("run", *options, *words("--run.epochs 2 --run.max_steps 2"), ranks=2)
+    cached = ("--data.cache", str(tmp_path / "cache"), "--data.cache_gb", "8e-5")
+    far = ("--data.mix", f"photos,{bucket.url}/photos,3", f"art,{art},1", *cached)
+    train("run", *options, *far, *words("--run.epochs 2 --run.max_steps 4"), ranks=2)
+    assert cached_files(tmp_path / "cache")
     refused = train("run", *options, "--data.mix_until", "1,1,1", *words("--run.epochs 2"), status=2)
     assert "data.mix_until [[1, 0, 1]] -> [[1, 1, 1]]" in refused
     other = ("--data.mix", f"photos,{root},2", f"art,{root},1")

@@ -470,7 +470,7 @@ def test_a_cache_in_use_is_refused(server: ObjectServer, train: Train, tmp_path:
         output = train("refused", *options, ranks=2, status=2)
     assert f"data.cache {tmp_path / 'cache'} is in use by another run on" in output
     local = train("local", "--data.cache", str(tmp_path / "cache"), status=2)
-    assert "is not in an object store: use data.local_copy" in local
+    assert "no dataset of the run is in an object store; use data.local_copy" in local
 
 
 def test_a_run_from_a_bucket_is_the_run_from_a_disk(

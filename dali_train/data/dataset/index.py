@@ -69,9 +69,10 @@ class Split:
 
     `rows` is the memory-mapped index (``INDEX_DTYPE``), `checksums` the CRC32C of each image's bytes, (N,) uint32, None
     if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names. An
-    index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk. `kept`
-    is which images take part in training, (N,), None if all do, and `num_images` their number. A mixture of datasets
-    has `sources`, the number of images of each, and is `MixedSplit` (extras/mixture); elsewhere it is empty.
+    index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk;
+    `is_on_disk` is also False if another storage has them. `kept` is which images take part in training, (N,), None if
+    all do, and `num_images` their number. A mixture of datasets has `sources`, the number of images of each, and is
+    `MixedSplit` (extras/mixture); elsewhere it is empty.
 
     Args:
         root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
@@ -105,7 +106,8 @@ class Split:
         self.dataset_name = Path(root).resolve().name
         self._root_url = str(root).rstrip("/") if is_remote(str(root)) else None
         self.url = self._root_url and f"{self._root_url}/{name}"
-        local = local and "://" not in str(root)
+        self.is_on_disk = "://" not in str(root)
+        local = local and self.is_on_disk
         self.name = name
         self.manifest = Manifest.read(root)
         split = self.manifest.splits.get(name)
@@ -115,12 +117,13 @@ class Split:
         if self._root_url is not None:
             self._remedy = copy_again(str(root))
         self.num_bytes = split.num_bytes
+        self.dataset_bytes = sum(each.num_bytes for each in self.manifest.splits.values())
         # With several labels an image, the classes of each label, (labels, most), and -1 after them; else None.
         self.label_sets: NDArray[np.int32] | None = None
         if self.manifest.label_sets is not None:
             if not several_labels:
                 raise ConfigError(f"{root}: {NEEDS_ONE_LABEL}")
-            self.label_sets = self._padded(self.manifest.label_sets)
+            self.label_sets = self.padded_sets(self.manifest.label_sets)
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
         self.kept: NDArray[np.bool_] | None = None if exclude is None else kept_images(exclude, len(self))
         self.checksums: NDArray[np.uint32] | None = None
@@ -290,7 +293,8 @@ class Split:
                 )
         return None
 
-    def _padded(self, text: str) -> NDArray[np.int32]:
+    def padded_sets(self, text: str) -> NDArray[np.int32]:
+        """Return `label_sets` of those of a manifest."""
         sets = [[*map(int, one.split())] for one in text.split(",")]
         largest = max(max(classes, default=0) for classes in sets)
         if largest >= self.num_classes:
@@ -414,7 +418,6 @@ MIXED_MANIFEST = "dali_train.extras.mixture.dataset:mixed_manifest"
 def open_split(
     data: DataConfig,
     name: SplitName,
-    root: Path | str | None = None,
     *,
     local: bool = True,
     several_labels: bool = False,
@@ -422,18 +425,16 @@ def open_split(
     """Return the split that a run with these settings trains on or evaluates.
 
     Args:
-        root: where the dataset of data.root is read; None: there.
-        local, several_labels: see `Split`; a mixture refuses several labels.
+        local, several_labels: see `Split`.
 
     Raises:
         ConfigError, DatasetError: see `Split`; or the datasets of data.mix do not go together.
     """
     if data.mix:
-        mixed: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local)
+        mixed: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local, several_labels=several_labels)
         return mixed
     exclude = data.exclude if name == "train" else None
-    where = data.root if root is None else root
-    return Split(where, name, local=local, exclude=exclude, several_labels=several_labels)
+    return Split(data.root, name, local=local, exclude=exclude, several_labels=several_labels)
 
 
 def read_manifest(data: DataConfig) -> Manifest:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
@@ -394,7 +393,7 @@ STORAGES: dict[str, Callable[[Split, DataConfig, Cache | None], Storage]] = {
 """Functions that open a storage, by the scheme of the URL in data.root; a path without a scheme is a file."""
 
 
-MIXED_IMAGES = "dali_train.extras.mixture.dataset:MixedImages"
+MIXED_IMAGES = "dali_train.extras.mixture.mixed_images:MixedImages"
 
 
 def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> Storage:
@@ -407,17 +406,17 @@ def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> 
         ConfigError: as `storage_of`.
     """
     if split.sources:
-        mixed: Storage = load_row(MIXED_IMAGES, "data.mix")(split, data)
+        mixed: Storage = load_row(MIXED_IMAGES, "data.mix")(split, data, cache)
         return mixed
     return storage_of(data)(split, data, cache)
 
 
 @dataclass(frozen=True)
-class DatasetRoot:
+class DatasetLocation:
     """Where to read the dataset from. A copy is not removed while this object exists."""
 
-    path: Path | str  # as data.root, of a copy its directory
-    in_use: BinaryIO | None  # holds the lock of a copy
+    data: DataConfig  # with the directories of copies in the place of what was copied
+    in_use: tuple[BinaryIO, ...] = ()  # hold the locks of copies
 
 
 def storage_of(data: DataConfig) -> Callable[[Split, DataConfig, Cache | None], Storage]:
@@ -426,7 +425,7 @@ def storage_of(data: DataConfig) -> Callable[[Split, DataConfig, Cache | None], 
     Raises:
         ConfigError: the URL's scheme is unknown.
     """
-    scheme = "file" if data.local_copy is not None else _scheme(data.root)
+    scheme = _scheme(data.root)
     if scheme not in STORAGES:
         raise ConfigError(
             f"data.root is {data.root}: there is no storage for {scheme}://, use one of {', '.join(STORAGES)}"

@@ -23,7 +23,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,10 +36,11 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig, SampleConfig
+from dali_train.config.check import load_row
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatch
-from dali_train.data.sampling.order import SampleOrder
+from dali_train.data.sampling.order import order_of
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import NO_SPACE, open_lock, private_directory, remove_written, try_lock
 from dali_train.parallel.layout import Layout
@@ -59,6 +60,8 @@ _LEAST_WAIT_S = 0.02
 _WAIT_RATIO = 20.0
 _WAIT_S = 10.0  # for the previous user of the directory, which may be about to end
 
+MIXED_CACHE = "dali_train.extras.mixture.mixed_images:cache_of"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
@@ -70,9 +73,14 @@ class Node:
     coordinates: frozenset[int]  # data-parallel, of the ranks on this node that read images
     lock: BinaryIO | None  # held by the process that evicts images
 
-    def cache(self, split: Split) -> "ImageCache":
-        """Return the cache of `split`. `Eviction` removes training images. The validation split is read in the same
-        order every time, so each rank keeps its first images and evicts nothing."""
+    def cache(self, split: Split) -> "ImageCache | None":
+        """Return the cache of `split`; None if it lies on a disk. `Eviction` removes training images. The validation
+        split is read in the same order every time, so each rank keeps its first images and evicts nothing."""
+        if split.sources:
+            mixed: ImageCache | None = load_row(MIXED_CACHE, "data.mix")(self.directory, split)
+            return mixed
+        if split.is_on_disk:
+            return None
         if split.name == "train":
             return ImageCache(self.directory, split)
         limit = self.limit
@@ -84,27 +92,27 @@ class Node:
         return ImageCache(self.directory, split, budget=int(limit * _share(split)) // len(self.coordinates))
 
     def eviction(self, split: Split, config: SampleConfig, *, start_step: int, num_ahead: int) -> "Eviction | None":
-        """Return the eviction of the training split's cache; None if another process evicts.
+        """Return the eviction of the training split's cache; None if another process evicts, or there is none.
 
         Args:
             num_ahead: how many micro-batches before its use an image may be fetched.
         """
-        if self.lock is None:
+        cache = None if self.lock is None else self.cache(split)
+        if cache is None:
             return None
         next_use = NextUse(
             config,
             split.rows["label"],
             split.kept,
+            split.sources,
             dp_size=self.dp_size,
             coordinates=self.coordinates,
             start_step=start_step,
         )
         limit = None if self.limit is None else int(self.limit * _share(split))
-        used = {_directory_name(split.manifest, name) for name in split.manifest.splits}
-        cache = self.cache(split)
         try:
             for mark in self.directory.glob(f"*/{_MARK}"):
-                if mark.parent.name not in used:  # of another dataset: nothing else would remove it
+                if mark.parent.name not in cache.directories:  # of another dataset: nothing else would remove it
                     remove_written(mark.parent, _OWN_FILES)
             return Eviction(cache, next_use, limit=limit, start_step=start_step, num_ahead=num_ahead)
         except OSError as error:
@@ -130,6 +138,7 @@ class ImageCache:
                 "`dali-train data index` on the dataset, and copy index/ and dataset.json to the bucket"
             )
         self.directory = directory / _directory_name(split.manifest, split.name)
+        self.directories = directory_names(split.manifest)
         self._checksums = split.checksums
         self._sizes = split.rows["size"]
         self._budget = budget
@@ -276,6 +285,11 @@ def _read_regular(path: Path, size: int) -> bytes | None:
         os.close(descriptor)
 
 
+def directory_names(manifest: Manifest) -> set[str]:
+    """Return the names of the directories of all splits of a dataset."""
+    return {_directory_name(manifest, name) for name in manifest.splits}
+
+
 def _directory_name(manifest: Manifest, split: str) -> str:
     """Name a split's directory by the checksum of its images' checksums, so that datasets are never mixed up."""
     of = manifest.splits[split]
@@ -284,7 +298,7 @@ def _directory_name(manifest: Manifest, split: str) -> str:
 
 def _share(split: Split) -> float:
     """Return the split's share of the dataset's bytes."""
-    return split.num_bytes / sum(each.num_bytes for each in split.manifest.splits.values())
+    return split.num_bytes / split.dataset_bytes
 
 
 def join_node(data: DataConfig, launch: Launch, layout: Layout) -> Node | None:
@@ -349,6 +363,7 @@ class NextUse:
     Args:
         labels: of all images of the split, (N,).
         kept: which of them take part, (N,); None: all.
+        sources: of a mixture of datasets: the number of images of each.
         dp_size: number of data-parallel coordinates.
         coordinates: those whose ranks are on this node.
         start_step: the first step whose uses are known.
@@ -359,12 +374,13 @@ class NextUse:
         config: SampleConfig,
         labels: NDArray[np.integer],
         kept: NDArray[np.bool_] | None = None,
+        sources: Sequence[int] = (),
         *,
         dp_size: int,
         coordinates: frozenset[int],
         start_step: int,
     ) -> None:
-        self._order = SampleOrder.of(config, labels, kept)  # not shared with training, which is in other epochs
+        self._order = order_of(config, labels, kept, sources)  # not shared with training, which is in other epochs
         batch = config.batch
         mine = np.array([k for k in range(batch.num_micro_batches) if k % dp_size in coordinates])
         self._within = (mine[:, None] * batch.micro_batch + np.arange(batch.micro_batch)).ravel()  # a step's positions

@@ -200,7 +200,8 @@ class _Prefetcher:
         for window in windows:
             self._windows[window] = None
             self._windows.move_to_end(window)
-        while len(self._windows) > 4 * self._micro_batches.num_per_step:  # each micro-batch of a step is in one or two
+        # Each micro-batch of a step is in about as many as this one, in one or two of each dataset.
+        while len(self._windows) > 4 * len(windows) * self._micro_batches.num_per_step:
             self._windows.popitem(last=False)
         return np.concatenate([np.empty(0, dtype=np.int64), *(order.images_in(*window) for window in new)])
 

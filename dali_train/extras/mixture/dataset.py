@@ -4,17 +4,16 @@ An image of source i has the number it has there plus the number of images of th
 takes a split and image numbers takes a mixture too: loader, trace, record, ledger.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig, SampleConfig
-from dali_train.data.dataset.index import Split, kept_images
+from dali_train.data.dataset.index import NEEDS_ONE_LABEL, Split, kept_images
 from dali_train.data.dataset.manifest import (
     Manifest,
     Shard,
@@ -23,26 +22,41 @@ from dali_train.data.dataset.manifest import (
     dataset_content,
     metadata_directory,
 )
-from dali_train.data.dataset.storage import Storage, open_storage
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.mixture.merge import mixed_order
+from dali_train.extras.mixture.mixed_classes import class_names, class_numbers, united_sets
 from dali_train.text import plural
 
-T = TypeVar("T")
 
-
-def open_mixed(data: DataConfig, name: SplitName, *, local: bool = True) -> Split:
+def open_mixed(data: DataConfig, name: SplitName, *, local: bool, several_labels: bool) -> Split:
     """Return the training split of a mixture, or the validation split of data.root with the classes of the mixture.
 
+    Args:
+        local, several_labels: see `Split`; one source with several labels an image makes all have them.
+
     Raises:
-        ConfigError: the datasets do not go together.
+        ConfigError: the datasets do not go together, or several labels.
         DatasetError: see `Split`.
     """
-    if name == "train":
-        return MixedSplit(data, local=local)
-    split = Split(data.root, name, local=local)
-    names = class_names(data, split.manifest, read_manifests(data))
-    split.manifest = replace(split.manifest, num_classes=len(names), class_names=names)  # its own classes come first
+    split = MixedSplit(data, local=local) if name == "train" else _validation_split(data, name, local=local)
+    if split.label_sets is not None and not several_labels:
+        raise ConfigError(f"data.mix {', '.join(source for source, _, _ in data.mix)}: {NEEDS_ONE_LABEL}")
+    return split
+
+
+def _validation_split(data: DataConfig, name: SplitName, *, local: bool) -> Split:
+    split = Split(data.root, name, local=local, several_labels=True)
+    mixed = mixed_manifest(data)  # the labels of data.root come first
+    split.manifest = replace(
+        split.manifest,
+        num_classes=mixed.num_classes,
+        class_names=mixed.class_names,
+        label_sets=mixed.label_sets,
+        format_version=mixed.format_version,
+    )
+    split.dataset_bytes = _num_bytes(mixed)
+    if mixed.label_sets is not None:
+        split.label_sets = split.padded_sets(mixed.label_sets)
     return split
 
 
@@ -55,27 +69,27 @@ class MixedSplit(Split):
     """
 
     def __init__(self, data: DataConfig, *, local: bool = True) -> None:
-        self.parts = [Split(root, "train", local=local) for _, root, _ in data.mix]
+        self.roots = [root for _, root, _ in data.mix]
+        self.parts = [Split(root, "train", local=local, several_labels=True) for root in self.roots]
         for part, (name, _, _) in zip(self.parts, data.mix, strict=True):
             part.source_name = name
         self.sources = [len(part) for part in self.parts]
         self.firsts = np.cumsum([0, *self.sources[:-1]])  # the number of each one's first image, (sources,)
         manifests = [part.manifest for part in self.parts]
-        self.manifest = _manifest_of(data, manifests)
+        self.root_manifest = Manifest.read(data.root)
+        self.manifest, numbers = _manifest_of(data, self.root_manifest, manifests)
         self.root = metadata_directory(data.root)
         self.dataset_name = " + ".join(name for name, _, _ in data.mix)
         self.name = "train"
         self.url = None
-        self.label_sets = None
+        self.label_sets = None if self.manifest.label_sets is None else self.padded_sets(self.manifest.label_sets)
         self.files = None
         self.shards = ()
         self.paths = []
         self.num_bytes = sum(part.num_bytes for part in self.parts)
+        self.dataset_bytes = _num_bytes(self.manifest)
         self.rows = np.concatenate([part.rows for part in self.parts])
-        labels = [
-            numbers[part.rows["label"]]
-            for part, numbers in zip(self.parts, class_numbers(data, manifests, self.manifest.class_names), strict=True)
-        ]
+        labels = [of_source[part.rows["label"]] for part, of_source in zip(self.parts, numbers, strict=True)]
         self.rows["label"] = np.concatenate(labels)
         checksums = [part.checksums for part in self.parts if part.checksums is not None]
         self.checksums = np.concatenate(checksums) if len(checksums) == len(self.parts) else None
@@ -88,7 +102,6 @@ class MixedSplit(Split):
                     )
         self._epoch_images = data.epoch_images
         self._weights = data.mix_weights[-1][1]
-        self._data = data
 
     @property
     def num_images(self) -> int:
@@ -101,15 +114,20 @@ class MixedSplit(Split):
         expected = np.zeros(self.num_classes)
         for number, images in enumerate(np.split(np.arange(len(self)), self.firsts[1:])):
             taking_part = images if self.kept is None else images[self.kept[images]]
-            counts = np.bincount(self.rows["label"][taking_part], minlength=self.num_classes)
+            counts = self.count_classes(self.rows["label"][taking_part])
             share = self._weights[number] / sum(self._weights)
             expected += counts / len(taking_part) * share * self.num_images
         return np.where(expected > 0, np.maximum(1, np.rint(expected)), 0).astype(np.int64)
 
+    def source_of(self, image: int) -> tuple[int, int]:
+        """Return the number of the source that has image number `image`, and the image's number there."""
+        source = int(np.searchsorted(self.firsts, image, side="right")) - 1
+        return source, image - int(self.firsts[source])
+
     def locate(self, image: int) -> tuple[Split, int]:
         """Return the source's split that has image number `image`, and the image's number there."""
-        source = int(np.searchsorted(self.firsts, image, side="right")) - 1
-        return self.parts[source], image - int(self.firsts[source])
+        source, number = self.source_of(image)
+        return self.parts[source], number
 
     def describe(self, image: int) -> str:
         part, number = self.locate(image)
@@ -118,49 +136,8 @@ class MixedSplit(Split):
     def index_problem(self) -> str | None:
         return next((problem for part in self.parts if (problem := part.index_problem()) is not None), None)
 
-    def settings_of(self, number: int, data: DataConfig) -> DataConfig:
-        """Return the settings of a loader for source `number` alone."""
-        root = self._data.mix[number][1]
-        return replace(data, root=root, mix=(), mix_until=(), mix_classes="union", epoch_images=None, exclude=None)
 
-    def by_source(self, images: NDArray[np.int64], read: Callable[[int, NDArray[np.int64]], list[T]]) -> list[T]:
-        """Return what ``read(source, its images)`` returns for each of `images`, in their order."""
-        results: list[Any] = [None] * len(images)
-        sources = np.searchsorted(self.firsts, images, side="right") - 1
-        for source in np.unique(sources).tolist():
-            here = np.flatnonzero(sources == source)
-            for place, result in zip(here.tolist(), read(source, images[here] - self.firsts[source]), strict=True):
-                results[place] = result
-        return results
-
-
-class MixedImages:
-    """The images of a mixture, each from the storage of its source. See `Storage`."""
-
-    keeps_windows = False
-
-    def __init__(self, split: MixedSplit, data: DataConfig) -> None:
-        self._split = split
-        self._storages: list[Storage] = [
-            open_storage(part, split.settings_of(number, data)) for number, part in enumerate(split.parts)
-        ]
-        self.portion_bytes = min(storage.portion_bytes for storage in self._storages)
-
-    def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        return self._split.by_source(images, lambda source, numbers: self._storages[source].read(numbers))
-
-    def content(self, shard: int, begin: int, end: int) -> memoryview:
-        raise NotImplementedError("a mixture has no shards: read from the source, see Split.locate")
-
-    def prefetch(self, images: NDArray[np.int64]) -> None:
-        def fetch(source: int, numbers: NDArray[np.int64]) -> list[None]:
-            self._storages[source].prefetch(numbers)
-            return [None] * len(numbers)
-
-        self._split.by_source(images, fetch)
-
-
-# Manifest and classes
+# Manifest
 
 
 def read_manifests(data: DataConfig) -> list[Manifest]:
@@ -179,11 +156,14 @@ def mixed_manifest(data: DataConfig) -> Manifest:
         ConfigError: a class has no counterpart, or some sources hold encoded images and others pixels.
         DatasetError: see `read_manifests`.
     """
-    return _manifest_of(data, read_manifests(data))
+    manifest, _ = _manifest_of(data, Manifest.read(data.root), read_manifests(data))
+    return manifest
 
 
-def _manifest_of(data: DataConfig, manifests: Sequence[Manifest]) -> Manifest:
-    root = Manifest.read(data.root)
+def _manifest_of(
+    data: DataConfig, root: Manifest, manifests: Sequence[Manifest]
+) -> tuple[Manifest, list[NDArray[np.int32]]]:
+    """Return the manifest of the whole, and of each source the number there of each of its labels, (its labels,)."""
     encodings = {name: manifest.encoding for (name, _, _), manifest in zip(data.mix, manifests, strict=True)}
     if len({*encodings.values()}) > 1:
         kinds = " and ".join(f"{name} {encoding}" for name, encoding in encodings.items())
@@ -193,14 +173,25 @@ def _manifest_of(data: DataConfig, manifests: Sequence[Manifest]) -> Manifest:
     splits = {"train": _as_shards(sources, "train")}
     if "validation" in root.splits:
         splits["validation"] = _as_shards({"validation": root}, "validation")
-    return Manifest(
+    numbers = class_numbers(data, manifests, names)
+    label_sets = None
+    if any(manifest.label_sets is not None for manifest in (root, *manifests)):
+        label_sets, numbers = united_sets(root, manifests, numbers)
+    manifest = Manifest(
         num_classes=len(names),
         class_names=names,
+        label_sets=label_sets,
+        format_version=1 if label_sets is None else 2,
         label_base=0,
         splits=splits,
         encoding=manifests[0].encoding,
         conversion=root.conversion,
     )
+    return manifest, numbers
+
+
+def _num_bytes(manifest: Manifest) -> int:
+    return sum(split.num_bytes for split in manifest.splits.values())
 
 
 def _as_shards(manifests: dict[str, Manifest], split: SplitName) -> SplitManifest:
@@ -221,82 +212,8 @@ def _as_shards(manifests: dict[str, Manifest], split: SplitName) -> SplitManifes
     )
 
 
-def class_names(data: DataConfig, root: Manifest, manifests: Sequence[Manifest]) -> tuple[str, ...]:
-    """Return the classes of a mixture: those of data.root, and with data.mix_classes union the others' behind them."""
-    names = dict.fromkeys(root.class_names)
-    if data.mix_classes == "union":
-        for manifest in manifests:
-            names |= dict.fromkeys(manifest.class_names)
-    for where, its_names in ((data.root, root.class_names), *_named(data, manifests)):
-        twice = [name for name, count in Counter(its_names).items() if count > 1]
-        if twice:
-            raise ConfigError(
-                f"data.mix matches classes by name, and {len(twice)} of {where} are called alike, {twice[0]!r} the "
-                "first: give each another name, with --class-names"
-            )
-    return tuple(names)
-
-
-def _named(data: DataConfig, manifests: Sequence[Manifest]) -> list[tuple[str, tuple[str, ...]]]:
-    return [(root, manifest.class_names) for (_, root, _), manifest in zip(data.mix, manifests, strict=True)]
-
-
-def class_numbers(data: DataConfig, manifests: Sequence[Manifest], names: Sequence[str]) -> list[NDArray[np.int32]]:
-    """Return the class in the mixture of each class of each source, (its classes,).
-
-    Args:
-        manifests: of the sources.
-        names: of the mixture's classes.
-
-    Raises:
-        ConfigError: a class has no counterpart, or data.mix_classes does not fit the source; the message names it.
-    """
-    numbers = {name: number for number, name in enumerate(names)}
-    given = data.mix_classes if isinstance(data.mix_classes, dict) else {}
-    sources = [name for name, _, _ in data.mix]
-    for name in given:
-        if name not in sources:
-            raise ConfigError(f"data.mix_classes names {name!r}, which is none of data.mix: use {', '.join(sources)}")
-    found = []
-    for (name, root, _), manifest in zip(data.mix, manifests, strict=True):
-        theirs = manifest.class_names
-        targets = given.get(name, {})
-        if isinstance(targets, dict):
-            unknown = [one for one in targets if one not in theirs]
-            if unknown:
-                raise ConfigError(f"data.mix_classes {name}: {root} has no class {unknown[0]!r}: use its own names")
-            targets = tuple(targets.get(one, one) for one in theirs)
-        if len(targets) != len(theirs):
-            raise ConfigError(
-                f"data.mix_classes {name}: {plural(len(targets), 'class')} for the {len(theirs)} of {root}: name one "
-                "of data.root for each of them, in their order"
-            )
-        for own, target in zip(theirs, targets, strict=True):
-            if target not in numbers:
-                said = "" if own == target else f", which data.mix_classes takes for {target!r},"
-                raise ConfigError(
-                    f"data.mix {name}: class {own!r} of {root}{said} is not among the {len(numbers)} of {data.root}: "
-                    "set data.mix_classes to union, or name its counterpart there"
-                )
-        found.append(np.array([numbers[target] for target in targets], dtype=np.int32))
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceUse:
-    """What the first steps of a run have of a source."""
-
-    name: str
-    num_images: int  # of its epoch
-    num_trained: int  # images, repeats included
-
-    @property
-    def epochs(self) -> float:
-        return self.num_trained / self.num_images
-
-
-def uses_of(config: SampleConfig, steps: int) -> list[SourceUse]:
-    """Return how many images of each source the first `steps` have.
+def describe_uses(config: SampleConfig, steps: int) -> list[str]:
+    """Return a line for each source: its share with each of the weights, and what the first `steps` have of it.
 
     Raises:
         ConfigError, DatasetError: see `MixedSplit`, of which only the manifests are read.
@@ -305,24 +222,17 @@ def uses_of(config: SampleConfig, steps: int) -> list[SourceUse]:
     sources = [manifest.splits["train"].num_records for manifest in read_manifests(data)]
     kept = None if data.exclude is None else kept_images(data.exclude, sum(sources))
     order = mixed_order(config, sources, np.zeros(sum(sources), dtype=np.int64), kept)
-    counts = order.counts_before(steps * batch.num_micro_batches)
-    return [
-        SourceUse(name=name, num_images=part.num_images, num_trained=count)
-        for (name, _, _), part, count in zip(data.mix, order.orders, counts.tolist(), strict=True)
-    ]
-
-
-def describe_uses(config: SampleConfig, steps: int) -> list[str]:
-    """Return a line for each source: its share with each of the weights, and what the first `steps` have of it."""
-    weights = config.data.mix_weights
+    counts = order.counts_before(steps * batch.num_micro_batches).tolist()  # repeats included
+    weights = data.mix_weights
     lines = []
-    for number, use in enumerate(uses_of(config, steps)):
+    for number, (name, _, _) in enumerate(data.mix):
         shares = [f"{each[number] / sum(each):.1%} from epoch {epoch:g}" for epoch, each in weights]
         if len(weights) == 1:
             shares = [f"{weights[0][1][number] / sum(weights[0][1]):.1%}"]
+        num_images = order.orders[number].num_images
         lines.append(
-            f"{use.name}: {', '.join(shares)}; {plural(use.num_trained, 'image')} in {plural(steps, 'step')}, "
-            f"{use.epochs:.2f} epochs of {use.num_images:,}"
+            f"{name}: {', '.join(shares)}; {plural(counts[number], 'image')} in {plural(steps, 'step')}, "
+            f"{counts[number] / num_images:.2f} epochs of {num_images:,}"
         )
     return lines
 

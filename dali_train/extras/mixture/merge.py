@@ -8,7 +8,7 @@ has alone. So nothing is drawn, and nothing has state.
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import SampleConfig
+from dali_train.config.check import as_typed
 from dali_train.data.sampling.order import SampleOrder
+from dali_train.errors import ConfigError
 
 _PORTION = 256  # micro-batches whose counts are computed and kept together
 
@@ -103,14 +105,7 @@ class MixedOrder(SampleOrder):
 
     def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (images, epochs of their sources) at `positions`, each of the same shape; see `SampleOrder`."""
-        numbers, rows = np.unique(positions // self.micro_batch, return_inverse=True)
-        before = np.stack([self.counts_before(number) for number in numbers.tolist()])
-        ends = np.cumsum(np.stack([self.counts_before(number + 1) for number in numbers.tolist()]) - before, axis=1)
-        # A micro-batch has the images of the first source, then those of the second, ...
-        within = positions % self.micro_batch
-        sources = (within[:, None] >= ends[rows]).sum(axis=1)
-        begins = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
-        own = before[rows, sources] + within - begins[rows, sources]
+        sources, own = self._in_sources(positions)
         images = np.empty_like(positions)
         epochs = np.empty_like(positions)
         for source, order in enumerate(self.orders):
@@ -118,6 +113,33 @@ class MixedOrder(SampleOrder):
             found, epochs[here] = order.images_at(own[here])
             images[here] = found + self.firsts[source]
         return images, epochs
+
+    def windows_at(self, positions: NDArray[np.int64]) -> list[tuple[int, int]] | None:
+        """Return (epoch, window) as `SampleOrder` does; of S sources, window w of source i has the number S w + i."""
+        sources, own = self._in_sources(positions)
+        windows = []
+        for source, order in enumerate(self.orders):
+            found = order.windows_at(own[sources == source])
+            if found is None:
+                return None
+            windows += [(epoch, window * len(self.orders) + source) for epoch, window in found]
+        return windows
+
+    def images_in(self, epoch: int, window: int) -> NDArray[np.int64]:
+        """Return all images of a window, block after block."""
+        number, source = divmod(window, len(self.orders))
+        return self.orders[source].images_in(epoch, number) + self.firsts[source]
+
+    def _in_sources(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each of `positions`, and the position in its own sequence, each of the same shape."""
+        numbers, rows = np.unique(positions // self.micro_batch, return_inverse=True)
+        before = np.stack([self.counts_before(number) for number in numbers.tolist()])
+        ends = np.cumsum(np.stack([self.counts_before(number + 1) for number in numbers.tolist()]) - before, axis=1)
+        # A micro-batch has the images of the first source, then those of the second, ...
+        within = positions % self.micro_batch
+        sources = (within[:, None] >= ends[rows]).sum(axis=1)
+        begins = np.concatenate([np.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
+        return sources, before[rows, sources] + within - begins[rows, sources]
 
     def numbers_in_source(self, images: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of `images` in the dataset that they come from."""
@@ -136,10 +158,14 @@ def mixed_order(
     data, batch = config.data, config.batch
     ends = np.cumsum(np.array(sources, dtype=np.int64))
     parts = [slice(end - count, end) for end, count in zip(ends, sources, strict=True)]
-    orders = [SampleOrder.of(config, labels[part], None if kept is None else kept[part]) for part in parts]
+    shares = [Shares(weights, batch.micro_batch) for _, weights in data.mix_weights]
+    settings = _in_blocks(config, shares) if data.shuffle == "block" else [config] * len(parts)
+    orders = [
+        SampleOrder.of(alone, labels[part], None if kept is None else kept[part])
+        for alone, part in zip(settings, parts, strict=True)
+    ]
     num_images = data.epoch_images or sum(order.num_images for order in orders)
     starts = [config.steps(epoch, num_images) * batch.num_micro_batches for epoch, _ in data.mix_weights]
-    shares = [Shares(weights, batch.micro_batch) for _, weights in data.mix_weights]
     return MixedOrder(
         num_images,
         seed=data.seed,
@@ -149,3 +175,26 @@ def mixed_order(
         micro_batch=batch.micro_batch,
         spans=list(zip(starts, [*starts[1:], math.inf], shares, strict=True)),
     )
+
+
+def _in_blocks(config: SampleConfig, shares: Sequence[Shares]) -> list[SampleConfig]:
+    """Return the settings by which each source deals its blocks, to as many micro-batches, each of its share's size.
+
+    Raises:
+        ConfigError: a share is no whole number of images, with all their repeats, or changes.
+    """
+    data, batch = config.data, config.batch
+    sizes = shares[0].before(1).tolist()
+    if len(shares) > 1 or shares[0].period > 1 or any(size % data.repeats for size in sizes):
+        multiple = "whole" if data.repeats == 1 else f"a multiple of data.repeats {data.repeats}"
+        raise ConfigError(
+            f"data.shuffle is block with data.mix {as_typed(data.mix)}: blocks are dealt to micro-batches, so each "
+            f"dataset's share of batch.micro_batch {batch.micro_batch} must be {multiple} and stay the same: use such "
+            "weights without data.mix_until, or data.shuffle full"
+        )
+    settings = []
+    for size in sizes:
+        own = size or batch.micro_batch  # with a weight of 0 it is not asked for images
+        dealt = replace(batch, micro_batch=own, global_batch=own * batch.num_micro_batches)
+        settings.append(SampleConfig(data=data, batch=dealt))
+    return settings

@@ -339,7 +339,7 @@ def _images(data: DataConfig, num_images: int | None) -> tuple[int, int, str, fl
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
         return num_images, IMAGENET_CLASSES, NUM_IMAGES, IMAGENET_IMAGE_BYTES
     if data.mix:
-        mixed = open_split(data, "train", local=False)
+        mixed = open_split(data, "train", local=False, several_labels=True)
         return mixed.num_images, mixed.num_classes, mixed.dataset_name, mixed.num_bytes / len(mixed)
     if (metadata_directory(data.root) / "dataset.json").exists():
         manifest = Manifest.read(data.root)
@@ -396,10 +396,11 @@ def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
     if data.shuffle == "balanced":
         return "balanced: any image may follow any other, and all classes are equally frequent"
     lanes = config.batch.num_micro_batches
-    pool = min(num_images, lanes * data.window_blocks * data.block_images)
+    pool = min(num_images, lanes * data.window_blocks * data.block_images * max(1, len(data.mix)))
+    of_each = "of each dataset " if data.mix else ""
     return (
-        f"block: {data.window_blocks} blocks of {data.block_images} images are mixed in each of a step's {lanes} "
-        f"micro-batches; about {pool * image_bytes / 1e9:.1f} GB in the page caches of all hosts together"
+        f"block: {data.window_blocks} blocks of {data.block_images} images {of_each}are mixed in each of a step's "
+        f"{lanes} micro-batches; about {pool * image_bytes / 1e9:.1f} GB in the page caches of all hosts together"
     )
 
 

@@ -169,9 +169,9 @@ class TrainingSplit:
     rows = _ROWS
     checksums = np.array([crc32c(_image(number)) for number in range(len(_SIZES))], np.uint32)
     shards = (Shard(name="shard", num_records=len(_SIZES), num_bytes=len(_SHARD)),)
-    num_bytes = len(_SHARD)
+    num_bytes = dataset_bytes = len(_SHARD)
     num_images = len(_SIZES)
-    kept = None
+    kept, sources, is_on_disk = None, (), False
     manifest = SimpleNamespace(
         splits={"train": SplitManifest(num_records=len(_SIZES), shards=shards, image_checksums_crc32c="0123abcd")}
     )
