@@ -16,9 +16,9 @@ from PIL import Image
 
 from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.dataset.index import Split
+from dali_train.data.loading.dali import decode_repeatedly
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
-from dali_train.extras.doctor.decoding import decode_repeatedly
 from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
 from tests.helpers import loader_of, state_difference

@@ -28,10 +28,9 @@ from dali_train.data.convert.image import EncodingOptions, MemoryBudget, prepare
 from dali_train.data.dataset.image_file import BadImageError
 from dali_train.data.dataset.index import Split, sizes_of
 from dali_train.data.dataset.storage import open_storage
-from dali_train.data.loading.dali import Feed, crop_graph, crop_inputs
+from dali_train.data.loading.dali import Feed, crop_graph, crop_inputs, decode_repeatedly
 from dali_train.data.loading.decoders import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
-from dali_train.extras.doctor.decoding import decode_repeatedly
 from tests.conftest import REPOSITORY
 from tests.dataset.image_kinds import KINDS, Kind
 

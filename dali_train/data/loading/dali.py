@@ -5,7 +5,7 @@ are pure functions of them. The inputs of a training graph are in one table, `IN
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -392,3 +392,32 @@ def in_format(images: torch.Tensor, pixels: PixelFormat) -> torch.Tensor:
     """Return a graph's images, (n, 3, h, w) or (n, h, w, 3), as (n, 3, h, w) of the pixel format's dtype."""
     images = images.to(pixels.dtype)
     return images.permute(0, 3, 1, 2) if pixels.channels_last else images  # (n, h, w, 3) in memory is channels-last
+
+
+def decode_repeatedly(
+    encoded: Sequence[NDArray[np.uint8]], device_id: int | None, *, rounds: int, hw_decoder_load: float = 0.0
+) -> Iterator[list[NDArray[np.uint8]]]:
+    """Decode whole images as one batch, `rounds` times, and yield their pixels, (h, w, 3) each.
+
+    Args:
+        device_id: a GPU; None: the CPU.
+        hw_decoder_load: the fraction for the GPU's hardware decoder, if it has one.
+
+    Raises:
+        RuntimeError: DALI cannot decode them.
+    """
+    pipe = _decoding_graph(encoded, hw_decoder_load, batch_size=len(encoded), num_threads=1, device_id=device_id)
+    pipe.build()
+    for _ in range(rounds):
+        (images,) = pipe.run()
+        on_host = images if device_id is None else images.as_cpu()
+        yield [np.array(on_host.at(number)) for number in range(len(encoded))]
+
+
+@pipeline_def
+def _decoding_graph(encoded: Sequence[NDArray[np.uint8]], hw_decoder_load: float) -> Any:
+    # Not constants, which could be on the GPU: a mixed decoder needs the files on the CPU.
+    files = fn.external_source(source=lambda: list(encoded), batch=True, dtype=types.UINT8, ndim=1)
+    on_gpu = {"device": "mixed", "hw_decoder_load": hw_decoder_load}
+    options = {"device": "cpu"} if Pipeline.current().device_id is None else on_gpu
+    return fn.decoders.image(files, **options, **COMMON_OPTIONS)

@@ -38,11 +38,12 @@ from dali_train.config import Config, DataConfig, HooksConfig, ParallelConfig, R
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split, open_split, sizes_of
 from dali_train.data.dataset.storage import open_storage, read_stored
+from dali_train.data.loading.dali import decode_repeatedly
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
 from dali_train.extras.cost.memory import Memory
 from dali_train.extras.cost.speed import half_precision, measured_peak
-from dali_train.extras.doctor.decoding import LOG_VARIABLE, decode_repeatedly, decoder_in_log
+from dali_train.extras.doctor.decoding import LOG_VARIABLE, decoder_in_log
 from dali_train.extras.doctor.findings import Finding, table
 from dali_train.extras.doctor.surroundings import home, network, temporary_files
 from dali_train.extras.plan.forecast import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
