@@ -6,7 +6,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +28,21 @@ class Kind(NamedTuple):
 
     @property
     def is_available(self) -> bool:
-        return self.tool is None or shutil.which(self.tool) is not None
+        return self.tool is None or is_installed(self.tool)
 
     def files(self) -> list[bytes]:
         """Return a file of each of `SIZES`."""
         return [self.make(picture(seed, *size)) for seed, size in enumerate(SIZES)]
+
+
+@cache
+def is_installed(tool: str) -> bool:
+    if shutil.which(tool) is None:
+        return False
+    if tool != "convert":
+        return True
+    # Other programs have this name too.
+    return "ImageMagick" in subprocess.run([tool, "-version"], capture_output=True, text=True).stdout
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
