@@ -29,7 +29,7 @@ from dali_train.runtime.status import START_AGAIN, read_status
 from tests.helpers import words
 
 CLASSES = {"dark": 60, "bright": 190}
-LENGTH = words("--run.epochs 60 --schedule.warmup_epochs 0 --run.checkpoint_every_steps 5 --run.eval_every_epochs 60")
+LENGTH = words("--epochs 60 --schedule.warmup_epochs 0 --run.checkpoint_every_steps 5 --run.eval_every_epochs 60")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,9 @@ def until_a_checkpoint(run: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("setting", "remedy"), [("run.dir", "--out"), ("data.root", "SOURCE")])
+@pytest.mark.parametrize(
+    ("setting", "remedy"), [("run.dir", "--out"), ("data.root", "SOURCE"), ("run.epochs", "--epochs")]
+)
 def test_settings_that_it_chooses_itself(
     setting: str, remedy: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +207,9 @@ def test_a_config_with_weights(model: str, optimizer: str, photos: Path, tmp_pat
     config = load_config(tmp_path / "config.py")
     assert (config.model.name, config.model.weights, config.optimizer.name) == (model, str(file), optimizer)
     assert config.run.epochs == 20
+    write_config(str(tmp_path / "index"), tmp_path / "short.py", weights=str(file), gpu_memory_gb=16, epochs=3)
+    config = load_config(tmp_path / "short.py")
+    assert (config.run.epochs, config.schedule.warmup_epochs, config.run.eval_every_epochs) == (3, 0, 1)
 
 
 def table(directory: Path, *lines: str) -> Path:

@@ -41,6 +41,7 @@ _OF_INDEX = ("validation_fraction", "group_by", "label_separator", "multi_hot", 
 _NOT_FOR_TRAIN = {
     "run.dir": "trains in --out: name the directory there",
     "data.root": "makes the dataset of SOURCE: name images, an index or a dataset there",
+    "run.epochs": "chooses a warmup and evaluations to go with it: use --epochs",
 }
 """Settings that `fit` chooses itself, and what to use instead."""
 
@@ -110,6 +111,7 @@ class Fit:
             "--several-labels": options.several_labels or None,
             "--model": options.model,
             "--weights": options.weights,
+            "--epochs": options.epochs,
             "--for": options.seconds,
             "settings": self._overrides,
         }
@@ -142,9 +144,9 @@ class Fit:
         config = out / "fit.py"
         processes = _num_processes()
         words = ["init", str(dataset), "--output", str(config), "--run-dir", str(out)]
-        for option in ("model", "weights"):
+        for option in ("model", "weights", "epochs"):
             if (value := getattr(options, option)) is not None:
-                words += [f"--{option}", value]
+                words += [f"--{option}", str(value)]
         if options.seconds is not None:
             words += ["--for", f"{options.seconds:.0f}s", *processes]
         yield Step(words, config.exists)

@@ -46,11 +46,11 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
     with importing(f"dali-train {options.command}"):
         from dali_train.extras.init.config_file import write_config
 
-    refuse_numbers(options, "gpu_memory", "ranks", "seconds", "num_processes")
+    refuse_numbers(options, "gpu_memory", "ranks", "epochs", "seconds", "num_processes")
     if options.from_timm is not None:
         from dali_train.extras.timm.from_timm import write_translation
 
-        for name in ("gpu_memory", "model", "weights", "seconds"):
+        for name in ("gpu_memory", "model", "weights", "epochs", "seconds"):
             if getattr(options, name) is not None:
                 option = {"gpu_memory": "--gpu-memory", "seconds": "--for"}.get(name, f"--{name}")
                 raise ConfigError(f"{option} with --from-timm, whose arguments decide: leave it out")
@@ -69,6 +69,7 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
         gpu_memory_gb=options.gpu_memory,
         model=options.model,
         weights=options.weights,
+        epochs=options.epochs,
         seconds=options.seconds,
         begin=begin,
         run_dir=options.run_dir,
@@ -87,7 +88,11 @@ def add_network_options(command: argparse.ArgumentParser) -> None:
         metavar="FILE|RUN|NAME",
         help="pretrained weights: a file, a run directory, or a timm name such as resnet18.a1_in1k, which is fetched",
     )
-    command.add_argument(
+    length = command.add_mutually_exclusive_group()
+    length.add_argument(
+        "--epochs", type=int, metavar="N", help="the length of the run (default: by the images and the machine)"
+    )
+    length.add_argument(
         "--for",
         dest="seconds",
         type=_seconds,

@@ -58,6 +58,7 @@ def write_config(
     gpu_memory_gb: float | None = None,
     model: str | None = None,
     weights: str | None = None,
+    epochs: int | None = None,
     seconds: float | None = None,
     begin: float | None = None,
     run_dir: str | None = None,
@@ -70,6 +71,7 @@ def write_config(
         gpu_memory_gb: memory of the GPU to train on; None: of this machine's GPU.
         model: timm's name of the network; None: by the weights, or the images and the machine.
         weights: pretrained weights, as for model.weights.
+        epochs: of the run; None: by `seconds`, the images and the machine.
         seconds: how long this machine may take from `begin` until the network is trained and exported, by a trial;
             None: long enough for a good accuracy, and on a CPU at most an hour.
         begin: when the command began, by `time.perf_counter`; None: now.
@@ -92,7 +94,7 @@ def write_config(
     is_here = gpu_memory_gb is None  # the machine to train on is this one
     if is_here and torch.cuda.is_available():
         gpu_memory_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
-    most = _usual_epochs(split, pretrained)
+    most = epochs or _usual_epochs(split, pretrained)
     on_cpu = gpu_memory_gb is None
     enough = f"enough steps for {'pretrained weights' if pretrained else 'a network with random initial weights'}"
     choice = _Choice(
@@ -103,7 +105,7 @@ def write_config(
         micro_batch=IMAGES_ON_CPU,
         reason="enough to keep a CPU busy",
         epochs=most,
-        epochs_reason=enough,
+        epochs_reason="as asked for" if epochs else enough,
     )
     if is_here and not on_cpu and (dtype := half_precision(torch.cuda.get_device_capability(0))) is not None:
         choice = replace(choice, dtype=dtype, dtype_reason=f"{torch.cuda.get_device_name(0)} has units for it")
@@ -140,7 +142,7 @@ def write_config(
     elif is_here:
         device = torch.device("cpu" if on_cpu else "cuda")
         epoch_s = len(split) * seconds_per_image(config, split.num_classes, device, choice.micro_batch)
-        if on_cpu:
+        if on_cpu and epochs is None:
             fitting = max(min(_FEWEST_EPOCHS, most), min(most, int(_HOURS_ON_CPU * 3600 / epoch_s)))
             reason = enough if fitting == most else f"about {duration(fitting * epoch_s)} here; {most} are better"
             choice = replace(choice, epochs=fitting, epochs_reason=reason)
