@@ -20,10 +20,16 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading import decoders
 from dali_train.data.loading.augment import OPERATORS, Augmentation
-from dali_train.data.loading.dali import Feed, evaluation_graph, graph_options, training_graph, training_inputs
+from dali_train.data.loading.dali import (
+    Feed,
+    _decoding_graph,
+    evaluation_graph,
+    graph_options,
+    training_graph,
+    training_inputs,
+)
 from dali_train.data.loading.decoders import PixelFormat
 from dali_train.extras.dali_reader import DaliReaderPipeline
-from dali_train.extras.doctor.decoding import _decoding_graph
 
 GPU = PixelFormat(device_id=0, num_threads=1, dtype=torch.bfloat16, channels_last=True, pinned=False)
 PLAIN: dict[str, Any] = {}
