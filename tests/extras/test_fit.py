@@ -55,6 +55,8 @@ def start(source: Path, out: Path, *options: str) -> "subprocess.Popen[str]":
 @pytest.mark.slow
 def test_from_a_folder_to_a_model_through_kills(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
+    mistaken = start(photos, out, "--weights", str(tmp_path / "missing.pth"))
+    assert mistaken.wait() == 2 and (out / "dataset" / "dataset.json").exists()
     first = start(photos, out)
     until_a_checkpoint(out)
     first.kill()  # fit alone: what it started notices

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from dali_train.checkpoint.run_directory import RunDirectory
+from dali_train.commands.arguments import refuse_numbers
 from dali_train.config.command_line import read_overrides
 from dali_train.data.convert.datasets import in_place
 from dali_train.data.dataset.manifest import Manifest, split_folders_among, splits_of_words
@@ -89,8 +90,9 @@ class Fit:
         return FINISHED
 
     def _begin(self) -> None:
-        """Write fit.json, or compare it with the command. Raises ConfigError."""
+        """Write fit.json, or compare what it has of the steps that are done with the command. Raises ConfigError."""
         options = self._options
+        refuse_numbers(options, "epochs")
         if options.seconds is not None and options.seconds < _SHORTEST_S:
             raise ConfigError(f"--for is {duration(options.seconds)}: use at least {duration(_SHORTEST_S)}")
         for option in _OF_INDEX:
@@ -102,20 +104,23 @@ class Fit:
         for name in read_overrides(self._overrides):
             if name in _NOT_FOR_TRAIN:
                 raise ConfigError(f"--{name} with fit, which {_NOT_FOR_TRAIN[name]}")
-        asked = {
+        of_images = {
             "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
             "--validation-fraction": options.validation_fraction,
             "--group-by": options.group_by,
             "--label-separator": options.label_separator,
             "--multi-hot": options.multi_hot or None,  # None: as in the notes of earlier versions
             "--several-labels": options.several_labels or None,
+        }
+        of_config = {
             "--model": options.model,
             "--weights": options.weights,
             "--epochs": options.epochs,
             "--for": options.seconds,
-            "settings": self._overrides,
         }
+        of_training = {"settings": self._overrides}
         note = self._out / "fit.json"
+        asked = of_images | of_config | of_training
         try:
             before = read_json(note, _LARGEST_NOTE)
         except FileNotFoundError:
@@ -123,16 +128,24 @@ class Fit:
                 raise ConfigError(f"--out {self._out} holds something else: name a new directory") from None
             if not is_remote(options.source) and not Path(options.source).exists():
                 raise ConfigError(f"{options.source}: there is no such file or directory") from None
-            write_atomically(note, (json.dumps(asked, indent=1) + "\n").encode())
-            return
+            before = asked
         except ForeignFileError as error:
             raise ConfigError(f"{note} is damaged ({error}): name another directory with --out") from None
-        for name, value in asked.items():
+        # What a step has used already cannot be changed; a mistake that ended a step can be mended.
+        used: dict[str, Any] = {}
+        if (self._out / "dataset" / "dataset.json").exists():
+            used |= of_images
+        if (self._out / "fit.py").exists():
+            used |= of_images | of_config
+        if (self._out / "config.json").exists():
+            used |= of_training
+        for name, value in used.items():
             if before.get(name) != value:
                 raise ConfigError(
                     f"--out {self._out} was begun with {name} {before.get(name)}, not {value}: start that command "
                     "again, or name another directory with --out"
                 )
+        write_atomically(note, (json.dumps(asked, indent=1) + "\n").encode())
 
     def _steps(self) -> Iterator[Step]:
         out, options = self._out, self._options
@@ -188,7 +201,7 @@ class Fit:
             return START_AGAIN if status < 0 else status
         print(
             f"dali-train fit: `{_shown(words)}` ended with status {status}, for the reason above; when it is "
-            "mended, the same `dali-train fit` goes on",
+            f"mended, `dali-train fit` with --out {printable(str(self._out))} goes on",
             file=sys.stderr,
         )
         return status
