@@ -5,15 +5,18 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dali_train.checkpoint.format import load_newest
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import open_split
+from dali_train.data.dataset.storage import Storage
+from dali_train.data.loading.cache import Eviction
 from dali_train.data.loading.loader import RunLoader, TrainLoader
 from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.loading.pipelines import Batch
@@ -212,3 +215,16 @@ def write_run(
     (directory / "config.json").write_text(config.to_json())
     (directory / "environment.json").write_text(json.dumps(environment or {}))
     return directory
+
+
+def read_in_rounds(
+    images: Storage, order: np.ndarray, times: np.ndarray, eviction: Eviction, every: int = 1
+) -> Iterator[None]:
+    """Read images by their uses, and yield after each round of an eviction, one every so many micro-batches."""
+    for now in np.unique(times).tolist():
+        images.read(order[times == now].astype(np.int64))
+        eviction._now = now
+        if now % every == 0:
+            eviction.remove_latest()
+            yield
+    eviction._stopped.set()

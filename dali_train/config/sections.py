@@ -65,7 +65,8 @@ def _lacks_mix(data: "DataConfig", name: str) -> bool:
     return not data.mix and getattr(data, name) not in ((), "union", None)
 
 
-def _is_url(root: str) -> bool:
+def is_url(root: str) -> bool:
+    """Return whether a dataset lies in another storage than a disk."""
     return "://" in root
 
 
@@ -277,14 +278,14 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for _, root in self.eval_sets:
-            if _is_url(root):
+            if is_url(root):
                 refuse_credentials("data.eval_sets", root)
         self._check_mix()
         require(
             len(dict(self.eval_sets)) == len(self.eval_sets),
             f"data.eval_sets has the names {', '.join(name for name, _ in self.eval_sets)}: use each name once",
         )
-        if _is_url(self.root):
+        if is_url(self.root):
             refuse_credentials("data.root", self.root)
             require(
                 self.reader != "dali",
@@ -323,7 +324,7 @@ class DataConfig:
 
     def _check_mix(self) -> None:
         for _, root, _ in self.mix:
-            if _is_url(root):
+            if is_url(root):
                 refuse_credentials("data.mix", root)
         require(
             len({name for name, _, _ in self.mix}) == len(self.mix),
@@ -356,12 +357,12 @@ class DataConfig:
         ),
         Conflict(
             names=("cache", "root"),
-            when=lambda data: data.cache is not None and not any(map(_is_url, data.roots)),
+            when=lambda data: data.cache is not None and not any(map(is_url, data.roots)),
             remedy="no dataset of the run is in an object store; use data.local_copy to copy it to a local disk",
         ),
         Conflict(
             names=("local_copy", "root"),
-            when=lambda data: data.local_copy is not None and all(map(_is_url, data.roots)),
+            when=lambda data: data.local_copy is not None and all(map(is_url, data.roots)),
             remedy="it copies from file systems; use data.cache for an object store",
         ),
         Conflict(

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from crc32c import crc32c
 
 from dali_train.config import DataConfig
+from dali_train.config.sections import is_url
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, checksums_path, index_path, text_index_path
 from dali_train.data.dataset.storage import DatasetLocation
@@ -67,7 +68,7 @@ def copied(data: DataConfig, launch: Launch) -> DatasetLocation:
     copies: dict[str, Copy] = {}
     failure = ""
     try:
-        for root in (root for root in data.roots if "://" not in root):
+        for root in (root for root in data.roots if not is_url(root)):
             copies[root] = make_copy(Path(root), Path(data.local_copy), verbose=launch.local_rank == 0)
     except (UserError, OSError) as error:
         failure = f"{error} (on {platform.node()})"

@@ -15,7 +15,6 @@ import torch
 
 from dali_train.config import Config, ParallelConfig
 from dali_train.config.check import load_row
-from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.dataset.index import Split, open_split, read_labels
 from dali_train.data.dataset.manifest import Manifest, SplitName
 from dali_train.data.dataset.storage import DatasetLocation, storage_of
@@ -29,7 +28,7 @@ from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
 from dali_train.training.invariant import RunningStatistics, choose_seeding, drops, seed_each_block
-from dali_train.training.loss import LOSSES_OF_SEVERAL, TrainingClasses, loss_of, make_objective
+from dali_train.training.loss import TrainingClasses, loss_of, losses_of_several, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.optim import Ema, check_groups, check_shardwise, make_clip, make_optimizer
@@ -109,7 +108,7 @@ def fit_to_ranks(config: Config, launch: Launch) -> Layout:
         ConfigError: there is no such loss or schedule, or the batch or pipeline does not fit the number of ranks.
     """
     schedule_of(config.schedule)
-    if config.loss.name not in (*SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL):
+    if config.loss.name not in losses_of_several():
         loss_of(config.loss)
     layout = Layout.from_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
@@ -132,8 +131,8 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     explain_bus_errors(dataset.data.root)
     name: SplitName = "train" if trains else "validation"
     split = open_split(dataset.data, name, several_labels=True)
-    losses = (*SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL)
-    asks_for_several = config.loss.name in losses or config.run.best_by == "mean-ap" or config.run.f1_threshold != 0.5
+    is_for_several = config.loss.name in losses_of_several()
+    asks_for_several = is_for_several or config.run.best_by == "mean-ap" or config.run.f1_threshold != 0.5
     if asks_for_several or split.label_sets is not None:
         load_row(CHECK_LABELS, str(split.root))(config, split)
     return RunPlan(

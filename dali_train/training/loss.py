@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config, LossConfig
 from dali_train.config.check import load_row, lookup
+from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 
 Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Distillation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -117,6 +118,11 @@ The target of an image is lambda of its first class and 1 - lambda of its second
 LOSSES_OF_SEVERAL: dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 """A config file's own losses for several labels an image. Each takes the settings, logits (n, classes) and targets (n,
 classes), mixed and smoothed, both float32 or wider, and returns the batch's mean loss."""
+
+
+def losses_of_several() -> tuple[str, ...]:
+    """Return the losses that are only for several labels an image, also those that a config file has added."""
+    return (*SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL)
 
 
 def loss_of(config: LossConfig) -> Loss:

@@ -25,7 +25,7 @@ from dali_train.extras.mixture.mixed_images import MixedCache, MixedImages
 from dali_train.extras.proof.prove import prove
 from dali_train.runtime.launch import Launch
 from tests.conftest import Train, jpeg, photograph
-from tests.helpers import loader_of, samples, words
+from tests.helpers import loader_of, read_in_rounds, samples, words
 from tests.object_server import ObjectServer
 from tools.bench.cache import simulate_cache
 
@@ -241,12 +241,8 @@ def test_the_sources_share_a_cache_whose_images_needed_latest_are_removed(
     limit = 25 * 4096
     monkeypatch.setattr(cache_module, "_LEAST_WAIT_S", 3600.0)  # its thread's rounds are made here
     eviction = Eviction(cache, uses, limit=limit, start_step=0, num_ahead=0)
-    for now in np.unique(times).tolist():
-        images.read(order[times == now].astype(np.int64))
-        eviction._now = now
-        eviction.remove_latest()
+    for _ in read_in_rounds(images, order, times, eviction):
         assert len(cached_files(tmp_path)) * 4096 <= limit
-    eviction._stopped.set()
     in_buckets = (order < 50) | (order >= 71)
     served = simulate_cache(order, cache.file_sizes, limit)[in_buckets].sum()
     hits = [source.num_hits for source in cache.of_sources if source is not None]

@@ -36,7 +36,7 @@ from dali_train.extras.init.config_file import write_config
 from dali_train.extras.proof.prove import prove
 from dali_train.extras.several_labels import BINARY_TARGETS, MultiHot
 from dali_train.extras.several_labels.evaluation import SeveralLabelsEvaluator, average_precisions, f1_scores
-from dali_train.extras.several_labels.predictions import JudgedSeveral
+from dali_train.extras.several_labels.judged import JudgedSeveral
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined

@@ -26,7 +26,7 @@ from dali_train.files import try_lock
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from tests.conftest import Train
-from tests.helpers import OFTEN, samples, state_difference
+from tests.helpers import OFTEN, read_in_rounds, samples, state_difference
 from tests.object_server import ObjectServer
 from tests.ranks import FORK
 from tools.bench.cache import simulate_cache
@@ -436,14 +436,8 @@ def test_what_is_needed_latest_is_removed(
     limit = 25 * 4096
     monkeypatch.setattr(cache_module, "_LEAST_WAIT_S", 3600.0)  # its thread's rounds are made here
     eviction = Eviction(cache, uses, limit=limit, start_step=0, num_ahead=0)
-    for now in np.unique(times).tolist():
-        images.read(order[times == now].astype(np.int64))
-        eviction._now = now
-        if now % every:
-            continue
-        eviction.remove_latest()
+    for _ in read_in_rounds(images, order, times, eviction, every):
         assert len([path for path in cache.directory.rglob("*") if path.is_file()]) * 4096 <= limit
-    eviction._stopped.set()
     best = simulate_cache(order, cache.file_sizes, limit).sum()
     assert every > 1 or 0.9 * best < cache.num_hits <= best
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.config.check import load_row
+from dali_train.config.sections import is_url
 from dali_train.data.dataset.files_in_place import SourceFiles, is_table
 from dali_train.data.dataset.manifest import (
     InPlace,
@@ -31,6 +32,7 @@ from dali_train.data.dataset.manifest import (
     files_path,
     index_path,
     metadata_directory,
+    sets_of,
     text_index_path,
 )
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
@@ -106,7 +108,7 @@ class Split:
         self.dataset_name = Path(root).resolve().name
         self._root_url = str(root).rstrip("/") if is_remote(str(root)) else None
         self.url = self._root_url and f"{self._root_url}/{name}"
-        self.is_on_disk = "://" not in str(root)
+        self.is_on_disk = not is_url(str(root))
         local = local and self.is_on_disk
         self.name = name
         self.manifest = Manifest.read(root)
@@ -295,7 +297,7 @@ class Split:
 
     def padded_sets(self, text: str) -> NDArray[np.int32]:
         """Return `label_sets` of those of a manifest."""
-        sets = [[*map(int, one.split())] for one in text.split(",")]
+        sets = sets_of(text)
         largest = max(max(classes, default=0) for classes in sets)
         if largest >= self.num_classes:
             raise DatasetError(

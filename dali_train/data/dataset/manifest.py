@@ -219,6 +219,11 @@ def sets_text(label_sets: Sequence[tuple[int, ...]]) -> str:
     return ",".join(" ".join(map(str, classes)) for classes in label_sets)
 
 
+def sets_of(text: str) -> list[tuple[int, ...]]:
+    """Return the sets of classes of a ``Manifest.label_sets``."""
+    return [tuple(map(int, classes.split())) for classes in text.split(",")]
+
+
 def check_name(name: str) -> None:
     """Raises DatasetError: a path or a part of one cannot be written to ``dataset.json``, which is UTF-8."""
     try:

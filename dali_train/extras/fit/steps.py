@@ -68,6 +68,12 @@ class Fit:
         self._out: Path = options.out
         self._started = time.time()
 
+    @property
+    def _of_index(self) -> dict[str, Any]:
+        """The values of `_OF_INDEX`; None: not given, also of an option without a value."""
+        given = {name: getattr(self._options, name) for name in _OF_INDEX}
+        return {name: None if value is False else value for name, value in given.items()}
+
     def run(self) -> int:
         """Do all steps that are left, print what there is now, and return the exit status.
 
@@ -95,10 +101,10 @@ class Fit:
         refuse_numbers(options, "epochs")
         if options.seconds is not None and options.seconds < _SHORTEST_S:
             raise ConfigError(f"--for is {duration(options.seconds)}: use at least {duration(_SHORTEST_S)}")
-        for option in _OF_INDEX:
-            if getattr(options, option) not in (None, False) and _is_dataset(options.source):
+        for name, value in self._of_index.items():
+            if value is not None and _is_dataset(options.source):
                 raise ConfigError(
-                    f"--{option.replace('_', '-')} with {options.source}: a dataset has its splits and labels already, "
+                    f"{_option(name)} with {options.source}: a dataset has its splits and labels already, "
                     "so leave it out"
                 )
         for name in read_overrides(self._overrides):
@@ -106,11 +112,7 @@ class Fit:
                 raise ConfigError(f"--{name} with fit, which {_NOT_FOR_TRAIN[name]}")
         of_images = {
             "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
-            "--validation-fraction": options.validation_fraction,
-            "--group-by": options.group_by,
-            "--label-separator": options.label_separator,
-            "--multi-hot": options.multi_hot or None,  # None: as in the notes of earlier versions
-            "--several-labels": options.several_labels or None,
+            **{_option(name): value for name, value in self._of_index.items()},
         }
         of_config = {
             "--model": options.model,
@@ -172,11 +174,10 @@ class Fit:
         """Return the options that read the labels, and those that divide the source, unless it has a validation
         split."""
         fraction, source = self._options.validation_fraction, self._options.source
-        flags = {"--multi-hot": self._options.multi_hot, "--several-labels": self._options.several_labels}
-        words = [flag for flag, is_set in flags.items() if is_set]
-        for option in ("group_by", "label_separator"):
-            if (value := getattr(self._options, option)) is not None:
-                words.append(f"--{option.replace('_', '-')}={value}")
+        words = []
+        for name, value in self._of_index.items():
+            if value is not None and name != "validation_fraction":
+                words.append(_option(name) if value is True else f"{_option(name)}={value}")
         if fraction is None and not is_remote(source) and _has_validation(Path(source)):
             return words
         return [*words, "--validation-fraction", f"{_FRACTION if fraction is None else fraction:g}"]
@@ -236,6 +237,10 @@ class Fit:
                 "is far more accurate"
             )
         return "\n".join(lines)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _shown(words: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
-from dali_train.data.dataset.manifest import Manifest, sets_text
+from dali_train.data.dataset.manifest import Manifest, sets_of, sets_text
 from dali_train.errors import ConfigError
 from dali_train.text import plural
 
@@ -96,4 +96,4 @@ def _label_sets(manifest: Manifest) -> list[tuple[int, ...]]:
     """Return the set of classes of each label; with one label an image it is one class."""
     if manifest.label_sets is None:
         return [(number,) for number in range(manifest.num_classes)]
-    return [tuple(map(int, classes.split())) for classes in manifest.label_sets.split(",")]
+    return sets_of(manifest.label_sets)

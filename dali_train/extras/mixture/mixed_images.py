@@ -26,7 +26,7 @@ class MixedImages:
         for part, root, its_cache in zip(split.parts, split.roots, caches, strict=True):
             settings = DataConfig(root=root, read_ahead_mb=data.read_ahead_mb)
             self._storages.append(open_storage(part, settings, its_cache))
-        # The largest: a store has to be asked for many images at the same time, which a disk does not mind.
+        # The largest: a store has to be asked for many images at the same time.
         self.portion_bytes = max(storage.portion_bytes for storage in self._storages)
 
     @property

@@ -22,13 +22,12 @@ from dali_train.config.config import config_from_json
 from dali_train.data.dataset.index import open_split
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.cost.memory import IMAGES_ON_CPU, largest_divisor
-from dali_train.extras.plan.forecast import find_gpu, forecast
+from dali_train.extras.plan.forecast import IMAGENET_CLASSES, find_gpu, forecast
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, discover
 from dali_train.runtime.object_store import Bucket, MissingObjectError
 
 _TRIED = 64  # images: the memory of others is in proportion
-_CLASSES = 1000  # of a dataset that is not there yet, as `dali-train plan` has it
 
 
 def choose(file: Config, values: dict[str, Any], options: Namespace) -> int:
@@ -116,4 +115,4 @@ def _device_bytes(run: RunConfig, options: Namespace) -> float | None:
 def _num_classes(config: Config) -> int:
     with suppress(ConfigError, DatasetError, OSError):
         return open_split(config.data, "train", local=False, several_labels=True).num_classes
-    return _CLASSES
+    return IMAGENET_CLASSES  # of a dataset that is not there yet, as `dali-train plan` has it

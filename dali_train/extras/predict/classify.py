@@ -45,7 +45,7 @@ from dali_train.text import plural, printable
 from dali_train.training.metrics import VIEWS, ClassTables, views_of, weighted_mean
 from dali_train.training.pretrained import image_settings
 
-COMPARE_SEVERAL = "dali_train.extras.several_labels.predictions:compare_several"
+COMPARE_SEVERAL = "dali_train.extras.several_labels.judged:compare_several"
 _BATCH, _AT_ONCE = 32, 128  # images in a pass through the model, and in memory
 _TILE, _IN_PICTURE = 300, 100  # pixels of an image in a picture, and how many it shows
 Scores = tuple[NDArray[np.int64], NDArray[np.float32]]

@@ -18,7 +18,7 @@ from dali_train.extras.predict.classify import batches_of, logits
 from dali_train.text import aligned, printable
 from dali_train.training.metrics import MAX_SCORES, ClassTables
 
-JUDGE_SEVERAL = "dali_train.extras.several_labels.predictions:judge_several"
+JUDGE_SEVERAL = "dali_train.extras.several_labels.judged:judge_several"
 _SHOWN = 5
 _TILE = 224  # pixels
 

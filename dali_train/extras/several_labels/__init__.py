@@ -7,10 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from dali_train.config import Config, DataConfig
-from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
-from dali_train.training.loss import LOSSES_OF_SEVERAL
+from dali_train.training.loss import losses_of_several
 
 BINARY_TARGETS = ("two-way", "zlpr")
 """Losses that rank an image's classes above the others, so that a target is 0 or 1."""
@@ -26,7 +25,7 @@ def check_labels(config: Config, split: Split) -> None:
         _check_settings(config, str(split.root))
         return
     settings = {
-        f"loss.name is {config.loss.name}": config.loss.name in (*SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL),
+        f"loss.name is {config.loss.name}": config.loss.name in losses_of_several(),
         "run.best_by is mean-ap": config.run.best_by == "mean-ap",
         f"run.f1_threshold is {config.run.f1_threshold:g}": config.run.f1_threshold != 0.5,
     }
@@ -40,7 +39,7 @@ def check_labels(config: Config, split: Split) -> None:
 
 def _check_settings(config: Config, root: str) -> None:
     loss = config.loss
-    names = ("binary-cross-entropy", *SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL)
+    names = ("binary-cross-entropy", *losses_of_several())
     remedies = {
         f"loss.name {loss.name}": loss.name not in names and f"use {', '.join(names)}, or a row of LOSSES_OF_SEVERAL",
         "loss.label_smoothing": loss.name in BINARY_TARGETS and loss.label_smoothing > 0 and "set it to 0",
