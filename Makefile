@@ -63,7 +63,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/lint-imports
 
 # Also where PYTHON has torch, timm and DALI but no package index can be reached: then nothing is installed.
-# OPTIONS: those of `python -m tools.bench.gpu --help`, such as OPTIONS='--archive ILSVRC2012.tar --minutes 30'.
+# OPTIONS: those of `python -m tools.bench.gpu --help`, such as OPTIONS='--archive ILSVRC2012.tar --minutes 15'.
 bench-gpu:
 	@if $(PYTHON) -c 'import torch, timm, nvidia.dali, crc32c, tqdm, psutil, pytest' 2>/dev/null; \
 	then PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tools.bench.gpu $(OPTIONS); \

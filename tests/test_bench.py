@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import datetime
 import importlib
 import io
 import json
 import os
 import runpy
 import shlex
+import struct
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -26,7 +28,7 @@ from tests.conftest import REPOSITORY
 from tests.convert.files import tool
 from tests.helpers import words
 from tests.ranks import POOL
-from tools.bench import gpu, simulate_scale, startup
+from tools.bench import gpu, simulate_scale, slim, startup
 from tools.bench.check_ratios import Bound, report
 from tools.bench.generated import generated_jpeg, write_dataset
 from tools.bench.peers import CONTENDERS, Task, export_files
@@ -70,8 +72,9 @@ def test_an_index_of_full_size_points_at_images(tmp_path: Path, monkeypatch: pyt
 
 
 def gpu_options(tmp_path: Path, **changes: Any) -> argparse.Namespace:
-    values = {"work": tmp_path, "out": tmp_path, "device": "cpu", "quick": True, "archive": None}
-    return argparse.Namespace(**{**values, "minutes": None, "parts": [""], "again": False, **changes})
+    values = {"work": tmp_path, "out": tmp_path, "copy": None, "device": "cpu", "quick": True, "commit": "abc"}
+    values |= {"archive": None, "cifar10": None, "program": None, "minutes": None, "parts": [""], "again": False}
+    return argparse.Namespace(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -138,15 +141,17 @@ def test_goals_beside_what_was_measured() -> None:
     assert [line.split("|")[3:5] for line in table[2:]] == [
         [" 0.8 ", " met "],
         ["  ", " not measured "],
+        ["  ", " not measured "],
         [" 5,000 ", " not met "],
         ["  ", " not measured "],
         [" 0.5 ", " not met "],
+        ["  ", " not measured "],
     ]
 
 
-@pytest.mark.parametrize("minutes", [30, 45])
+@pytest.mark.parametrize("minutes", [15, 30, 45])
 def test_the_parts_of_a_borrowed_gpu_fit_its_time(minutes: int, tmp_path: Path) -> None:
-    parts = gpu.plan(gpu_options(tmp_path, quick=False))
+    parts = gpu.plan(gpu_options(tmp_path, quick=False, cifar10=tmp_path / "cifar10.tar"))
     names = [part.name for part in parts]
     assert len(set(names)) == len(names)
     assert all(part.limit_s <= 300 for part in parts)
@@ -156,6 +161,30 @@ def test_the_parts_of_a_borrowed_gpu_fit_its_time(minutes: int, tmp_path: Path) 
     expected_s = sum(part.expected_s for part in chosen)
     calls = 2 + expected_s // gpu.CALL_S
     assert 90 + 60 + 30 * calls + expected_s < 60 * minutes, "with the machine's start, the bundle, and uploads"
+
+
+def test_another_day_continues_the_report_of_a_borrowed_gpu(tmp_path: Path) -> None:
+    for name in ("2020-01-01-gpu-cpu", "2020-01-02-gpu-cpu", "2020-01-03-gpu-h200"):
+        (tmp_path / f"{name}.jsonl").write_text("")
+    assert gpu.report_path(gpu_options(tmp_path, minutes=15)).name == "2020-01-02-gpu-cpu.md"
+    assert gpu.report_path(gpu_options(tmp_path)).stem.startswith(datetime.date.today().isoformat())
+
+
+def fat_binary(*entries: tuple[int, int]) -> bytes:
+    """As in a library: machine code (2) or PTX (1) by compute capability."""
+    heads = [struct.pack("<HHIQIIHHI32x", kind, 0, 64, 8, 0, 0, 0, 0, architecture) for kind, architecture in entries]
+    body = b"".join(
+        head + struct.pack("<Q", architecture) for head, (_, architecture) in zip(heads, entries, strict=True)
+    )
+    return struct.pack("<IHHQ", slim.MAGIC, 1, 16, len(body)) + body
+
+
+def test_code_for_other_gpus_is_left_out() -> None:
+    """Only of fat binaries that have some for this one: from PTX a driver compiles it."""
+    whole, of_another = fat_binary((2, 80), (2, 90), (1, 90)), fat_binary((2, 80), (1, 80))
+    content = bytes(8) + whole + of_another
+    (found,) = slim.fat_binaries(content, (0, len(content)), 90)
+    assert found == ((8, 8 + len(whole)), fat_binary((2, 90)))
 
 
 def test_a_second_call_continues(

@@ -5,7 +5,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -21,7 +22,7 @@ def reason_to_skip() -> str | None:
         return "there is no g++ to build the CUDA runtime with"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
-    if _headers() is None:
+    if not _headers():
         return "triton, whose wheel has CUDA's headers, is not installed"
     return None
 
@@ -50,8 +51,7 @@ def environment(files: Path) -> dict[str, str]:
 def build() -> Path:
     """Return the library, compiled once for these sources and this version of CUDA's headers: about ten seconds."""
     headers = _headers()
-    assert headers is not None
-    content = [path.read_bytes() for path in [*SOURCES, HERE / "fakecuda.h", headers / "cuda.h"]]
+    content = [path.read_bytes() for path in [*SOURCES, HERE / "fakecuda.h", headers[0] / "cuda_runtime_api.h"]]
     digest = hashlib.sha256(b"".join(content)).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali-train-tests"
     library = cache / f"fakecuda-{digest}" / "libcuda.so.1"
@@ -59,15 +59,22 @@ def build() -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # several test processes may build at once
             built = Path(folder) / library.name
-            command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{headers}", f"-Wl,-soname,{library.name}"]
-            subprocess.run([*command, "-o", built, *SOURCES, "-ldl", "-lpthread"], check=True)
+            command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+            subprocess.run(
+                [*command, *(f"-I{folder}" for folder in headers), "-o", built, *SOURCES, "-ldl", "-lpthread"],
+                check=True,
+            )
             built.replace(library)
     return library
 
 
-def _headers() -> Path | None:
-    triton = find_spec("triton")
-    if triton is None or triton.origin is None:
-        return None
-    headers = Path(triton.origin).parent / "backends" / "nvidia" / "include"
-    return headers if (headers / "cuda_runtime_api.h").exists() else None
+def _headers() -> list[Path]:
+    """Return the folders of CUDA's headers: of torch's own version, and in Triton's wheel, where they may be older."""
+    import torch
+
+    folders = []
+    version = f"cu{(torch.version.cuda or '').partition('.')[0]}"
+    for name, path in (("nvidia", (version, "include")), ("triton", ("backends", "nvidia", "include"))):
+        with suppress(ImportError):
+            folders += [Path(place, *path) for place in import_module(name).__path__]
+    return [folder for folder in folders if (folder / "cuda_runtime_api.h").exists()]

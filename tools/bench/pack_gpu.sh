@@ -5,12 +5,15 @@
 #   tools/bench/pack_gpu.sh unpack PARTS SITE      on the other machine: unpacks them into SITE and imports each package
 #   PYTHONPATH=SITE python3 -m tools.bench.gpu     there, in the repository
 #
-# The bundle holds what pyproject.toml requires, without what PRESENT installs. Environment variables:
+# The bundle holds what pyproject.toml requires, without what PRESENT installs, and of DALI what decodes JPEGs on one kind
+# of GPU: one part of 56 MB. docs/first-gpu-run.md has the commands for a GPU that is lent for a quarter of an hour.
+# Environment variables:
 #   PYTHON_VERSION=3.12            of the other machine
 #   PRESENT="torch==2.11.* ..."    what is installed there
+#   ARCH=90                        the GPU's compute capability, 9.0: machine code for others is left out; all: none is
 #   DALI="==2.4.0"                 the version of DALI; where decoding boxes crashes, DALI="==2.2.0"
 #   EXTRA=""                       more requirements, such as "nvidia-nvimgcodec-cu13==0.8.0.22" for DALI 2.2
-#   PART_BYTES=56000000            size of a part
+#   PART_BYTES=60000000            size of a part
 #   PHOTOS=FILE                    a tar of ImageNet's images, of which 200 go into PARTS/photos.tar, for --archive
 set -euo pipefail
 
@@ -24,8 +27,9 @@ pack() {
     local target=(--quiet --disable-pip-version-check --only-binary=:all: --implementation cp --python-version "$version")
     for minor in $(seq 39 -1 5); do target+=(--platform "manylinux_2_${minor}_x86_64"); done
     target+=(--platform manylinux2014_x86_64 --platform linux_x86_64)
-    read -ra present <<<"${PRESENT:-torch==2.11.* torchvision timm tqdm psutil pytest scipy matplotlib onnxruntime}"
-    read -ra extra <<<"${EXTRA:-} pytest-xdist pytest-timeout"
+    read -ra present <<<"${PRESENT:-torch==2.11.* torchvision timm tqdm psutil pytest pytest-xdist pytest-timeout scikit-learn \
+        matplotlib onnxruntime cloudpickle wheel}"
+    read -ra extra <<<"${EXTRA:-} six"  # astunparse needs it, and nothing that is present may bring it
     # tfrecord is for the project's tests, and its wheels are older than today's protobuf.
     mapfile -t required < <(DALI=${DALI:-} python3 -c '
 import os, tomllib
@@ -47,15 +51,19 @@ for package in json.load(sys.stdin)["install"]:
     python3 -m pip download "${target[@]}" --no-deps --dest "$work/wheels" --requirement "$work/missing"
     for wheel in "$work"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
     cd "$work/site"
-    # Not needed to run: code for other Pythons, headers, static libraries, other image formats, symbols.
+    # Not needed to run: code for other Pythons, headers, static libraries, other image formats, DALI's dynamic mode, other
+    # GPUs' code, symbols.
     find . -name '*.cpython-*.so' ! -name "*.cpython-${version/./}-*" -delete
     find . -type f \( -name '*.h' -o -name '*.hpp' -o -name '*.cuh' -o -name '*.a' -o -name '*.cu' -o -name '*.cc' \) -delete
-    rm -rf nvidia/nvtiff nvidia/nvjpeg2k nvidia/libnvcomp libcst libcst-*
-    find nvidia/dali -maxdepth 1 -name 'libdali*.so' -exec strip --strip-unneeded {} + || true
+    rm -rf nvidia/{nvtiff,nvjpeg2k,libnvcomp} libcst{,-*} makefun{,-*} nvidia_dali_*.data nvidia/nvimgcodec/tools
+    rm -f nvidia/nvimgcodec/extensions/lib{nvjpeg2k,nvtiff,tiff,opencv}_ext.so*
+    # Some wheels have an empty one, which would hide the packages nvidia.* that torch has brought.
+    echo '__path__ = __import__("pkgutil").extend_path(__path__, __name__)' >nvidia/__init__.py
+    [ "${ARCH:-90}" = all ] || python3 "$repository/tools/bench/slim.py" "${ARCH:-90}" .
     cp "$work/missing" packed.txt
     rm -f "$out"/bundle.tar.xz.*
-    tar --sort=name --owner=0 --group=0 -c . | xz -T0 -6 | split -b "${PART_BYTES:-56000000}" - "$out/bundle.tar.xz."
-    (cd "$out" && sha256sum bundle.tar.xz.?? >bundle.tar.xz.sha256)
+    tar --sort=name --owner=0 --group=0 -c . | xz -T0 --x86 --lzma2=preset=6,dict=32MiB | split -b "${PART_BYTES:-60000000}" - "$out/bundle.tar.xz."
+    (cd "$out" && sha256sum bundle.tar.xz.?? >bundle.tar.xz.sha256 && ls -l)
     if [ -n "$photos" ]; then
         tar -tf "$photos" | grep -i '\.jpeg$' | shuf -n 200 --random-source="$photos" >"$work/photos"
         mkdir "$work/images" && tar -xf "$photos" -C "$work/images" -T "$work/photos"
@@ -63,23 +71,8 @@ for package in json.load(sys.stdin)["install"]:
     fi
 }
 
-unpack() {
-    (cd "$1" && sha256sum --check --quiet bundle.tar.xz.sha256)
-    mkdir -p "$2" && cat "$1"/bundle.tar.xz.?? | tar -xJ -C "$2"
-    local failed=0
-    for module in torch torchvision timm psutil pytest scipy.io nvidia.dali.plugin.pytorch nvidia.nvimgcodec crc32c xdist \
-        dali_train.commands.train; do
-        if PYTHONPATH="$2:$repository" "${PYTHON:-python3}" -c "import $module" 2>"$2/error"; then
-            echo "ok    $module"
-        else
-            echo "FAIL  $module: $(tail -n1 "$2/error")"; failed=1
-        fi
-    done
-    return $failed
-}
-
 case "${1:-}" in
     pack) [ $# = 2 ] || usage; pack "$(realpath -m "$2")" ;;
-    unpack) [ $# = 3 ] || usage; unpack "$(realpath "$2")" "$(realpath -m "$3")" ;;
+    unpack) [ $# = 3 ] || usage; exec "${PYTHON:-python3}" "$repository/tools/bench/unpack_gpu.py" "$2" "$3" ;;
     *) usage ;;
 esac

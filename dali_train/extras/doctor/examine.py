@@ -164,8 +164,9 @@ def matrix_product(device: torch.device) -> Iterator[Finding]:
 def decoding(device: torch.device) -> Iterator[Finding]:
     """Compare DALI with Pillow, which uses libjpeg-turbo, on generated pictures; nvJPEG's hardware decoder repeatedly.
 
-    Without an error it has returned wrong pixels of some images of some batches on H100, while other kernels ran
-    (meta-pytorch/torchcodec#1634).
+    Without an error it has returned wrong pixels of some images of some batches on H100, while other kernels ran: it
+    does not wait for its stream (meta-pytorch/torchcodec#1634). Here each batch is read before the next one is decoded,
+    so a frame that is overwritten while a kernel has yet to read it does not show: tests/test_gpu.py looks for that.
     """
     pictures = [_picture(number) for number in range(_NUM_PICTURES)]
     yield _decoder("decode on CPU", pictures, None, rounds=1)
@@ -208,7 +209,7 @@ def _decoder(
         )
     text = f"{len(pictures)} pictures, at most {worst:.2f} grey levels from libjpeg"
     if rounds > 1:
-        text += f", {'the same' if not changed else f'{len(changed)} of them not the same'} {rounds} times"
+        text += f", {'the same' if not changed else f'{len(changed)} of them not the same'} {rounds} times, one by one"
     remedy = "reinstall DALI: its decoder is wrong"
     if hw_decoder_load > 0:
         remedy = "set data.hw_decoder_load 0, so that JPEGs are decoded by CUDA's cores, or install another driver"

@@ -1,0 +1,132 @@
+"""airbench94 on CIFAR-10: examples/airbench seed after seed and, on a GPU, the published program on the same images.
+
+    python -m tools.bench.airbench cifar10-jpeg.tar.gz --work DIR --program legacy/airbench94.py --seeds 10
+
+The archive has images in train/CLASS/ and test/CLASS/; they are stored as raw pixels. Several runs of ours share the
+GPU, since one leaves it idle most of the time: seconds of a run are no measure of its speed.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tools.bench.turns import describe_machine, write_lines
+
+REPOSITORY = Path(__file__).parent.parent.parent
+# The published main() returns one run's accuracy with six views; its own loop has 25 runs.
+PUBLISHED = """
+import sys, airbench94
+airbench94.main("warmup")
+for seed in range(int(sys.argv[1])):
+    airbench94.torch.manual_seed(seed)
+    print(f"seed {seed}: {airbench94.main(seed):.2%}", flush=True)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archive", type=Path)
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--program", type=Path, metavar="FILE", help="airbench94.py of KellerJordan/cifar10-airbench")
+    parser.add_argument("--seeds", type=int, default=10, metavar="N")
+    parser.add_argument("--side-by-side", type=int, default=1, metavar="N", help="runs of ours at once")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
+    parser.add_argument("--images", type=int, metavar="N", help="as few, of which a run has few steps: a rehearsal")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    print(describe_machine(), flush=True)
+    images = options.work / "images"
+    if not images.exists():
+        extract(options.archive, images, options.images)
+    programs = {"dali_train": ours(options, images)}
+    if options.program is not None and options.device == "cuda":
+        programs["published program"] = published(options, images)
+    for name, reached in programs.items():
+        error = f" +- {stdev(reached) / len(reached) ** 0.5:.2f}" if len(reached) > 1 else ""
+        print(f"{name}: {mean(reached):.2f}{error} %, n = {len(reached)}, six views: {reached}")
+    if options.json:
+        write_lines(options.json, [{"contender": name, "top1": reached} for name, reached in programs.items()])
+
+
+def extract(archive: Path, images: Path, most: int | None) -> None:
+    """Extract all images, or every so manieth so that `most` are left."""
+    with tarfile.open(archive) as file:
+        members = [member for member in file if member.isfile()]
+        step = 1 if most is None else len(members) // most
+        file.extractall(images, members[::step], filter="data")
+
+
+def ours(options: argparse.Namespace, images: Path) -> list[float]:
+    """Return the accuracies of our runs, in percent."""
+    begin, dataset = time.monotonic(), options.work / "dataset"
+    if not (dataset / "dataset.json").exists():
+        words = ["--train", str(images / "train"), "--validation", str(images / "test"), "--format", "raw"]
+        run(["-m", "dali_train", "data", "convert", "folder", *words, "--out", str(dataset)])
+    print(f"converted after {time.monotonic() - begin:.0f} s", flush=True)
+    begin = time.monotonic()
+    borders = [options.seeds * number // options.side_by_side for number in range(options.side_by_side + 1)]
+    shares = [range(*pair) for pair in pairwise(borders) if pair[0] < pair[1]]
+
+    def of(seeds: range) -> list[float]:
+        words = ["--dataset", str(dataset), "--out", str(options.work / f"ours-{seeds[0]}"), "--dtype", "bf16"]
+        words += ["--first-seed", str(seeds[0]), "--seeds", str(len(seeds))]
+        return accuracies(run([str(REPOSITORY / "examples" / "airbench" / "airbench94.py"), *words]))
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        reached = [one for several in pool.map(of, shares) for one in several]
+    print(f"ours took {time.monotonic() - begin:.0f} s", flush=True)
+    return reached
+
+
+def published(options: argparse.Namespace, images: Path) -> list[float]:
+    """Return the accuracies of the published program, in percent. It reads tensors, in any order of the images."""
+    folder = options.work / "published"
+    (folder / "cifar10").mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        paths = sorted((images / split).glob("*/*"))
+        classes = sorted({path.parent.name for path in paths})
+        # It makes its whitening filters of the first 5,000 images, so these are of all classes.
+        paths = [paths[number] for number in np.random.default_rng(0).permutation(len(paths))]
+        with ThreadPoolExecutor() as pool:
+            pixels = np.stack(list(pool.map(lambda path: np.asarray(Image.open(path).convert("RGB")), paths)))
+        labels = torch.tensor([classes.index(path.parent.name) for path in paths])
+        tensors = {"images": torch.from_numpy(pixels), "labels": labels, "classes": classes}
+        torch.save(tensors, folder / "cifar10" / f"{split}.pt")
+    (folder / "airbench94.py").write_bytes(options.program.read_bytes())
+    begin = time.monotonic()
+    output = run(["-c", PUBLISHED, str(options.seeds)], cwd=folder)  # which is on the path of its modules
+    print(f"the published program took {time.monotonic() - begin:.0f} s", flush=True)
+    return accuracies(output)
+
+
+def run(words: Sequence[str], *, cwd: Path | None = None) -> str:
+    """Run Python in the folder `cwd`, and return what it printed."""
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, cwd=cwd, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(words)[-200:]} ended with {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def accuracies(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"^seed \d+: ([\d.]+)%", output, re.MULTILINE)]
+
+
+if __name__ == "__main__":
+    main()
