@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from PIL import Image
 from tools.bench.turns import describe_machine, write_lines
 
 REPOSITORY = Path(__file__).parent.parent.parent
+SEED = re.compile(r"^seed \d+: ([\d.]+)%", re.MULTILINE)
 # The published main() returns one run's accuracy with six views; its own loop has 25 runs.
 PUBLISHED = """
 import sys, airbench94
@@ -51,14 +53,17 @@ def main() -> None:
     images = options.work / "images"
     if not images.exists():
         extract(options.archive, images, options.images)
-    programs = {"dali_train": ours(options, images)}
+    programs = {"dali_train": ours}
     if options.program is not None and options.device == "cuda":
-        programs["published program"] = published(options, images)
-    for name, reached in programs.items():
+        programs = {"published program": published, **programs}
+    lines = []
+    for name, program in programs.items():
+        reached = program(options, images)
         error = f" +- {stdev(reached) / len(reached) ** 0.5:.2f}" if len(reached) > 1 else ""
-        print(f"{name}: {mean(reached):.2f}{error} %, n = {len(reached)}, six views: {reached}")
-    if options.json:
-        write_lines(options.json, [{"contender": name, "top1": reached} for name, reached in programs.items()])
+        print(f"{name}: {mean(reached):.2f}{error} %, n = {len(reached)}, six views: {reached}", flush=True)
+        lines.append({"contender": name, "top1": reached})
+        if options.json:
+            write_lines(options.json, lines)
 
 
 def extract(archive: Path, images: Path, most: int | None) -> None:
@@ -80,8 +85,10 @@ def ours(options: argparse.Namespace, images: Path) -> list[float]:
     borders = [options.seeds * number // options.side_by_side for number in range(options.side_by_side + 1)]
     shares = [range(*pair) for pair in pairwise(borders) if pair[0] < pair[1]]
 
+    dtype = "bf16" if options.device == "cuda" else "fp32"  # many processors are slower in bf16
+
     def of(seeds: range) -> list[float]:
-        words = ["--dataset", str(dataset), "--out", str(options.work / f"ours-{seeds[0]}"), "--dtype", "bf16"]
+        words = ["--dataset", str(dataset), "--out", str(options.work / f"ours-{seeds[0]}"), "--dtype", dtype]
         words += ["--first-seed", str(seeds[0]), "--seeds", str(len(seeds))]
         return accuracies(run([str(REPOSITORY / "examples" / "airbench" / "airbench94.py"), *words]))
 
@@ -113,19 +120,23 @@ def published(options: argparse.Namespace, images: Path) -> list[float]:
 
 
 def run(words: Sequence[str], *, cwd: Path | None = None) -> str:
-    """Run Python in the folder `cwd`, and return what it printed."""
+    """Run Python in the folder `cwd`, and return what it printed; the accuracy of each seed is printed as it comes."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, *words], env=environment, cwd=cwd, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(words)[-200:]} ended with {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
-    return done.stdout
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([sys.executable, *words], env=environment, cwd=cwd, **pipes)
+    output = ""
+    for line in process.stdout or ():
+        output += line
+        if SEED.match(line):
+            print(line, end="", flush=True)
+    if process.wait() != 0:
+        sys.exit(f"{' '.join(words)[-200:]} ended with {process.returncode}\n{output[-3000:]}")
+    return output
 
 
 def accuracies(output: str) -> list[float]:
-    return [float(value) for value in re.findall(r"^seed \d+: ([\d.]+)%", output, re.MULTILINE)]
+    return [float(value) for value in SEED.findall(output)]
 
 
 if __name__ == "__main__":
