@@ -25,7 +25,7 @@ KERNEL_CLASSES = [
         "matrix product",
         r"gemm|cutlass|cublas|nvjet|xmma|sm\d\d_.*tensorop|aten::(mm|bmm|addmm|baddbmm|linear)|mkldnn|splitk",
     ),
-    ("optimizer", r"multi_tensor|foreach|lamb|lerp|addcmul"),
+    ("optimizer", r"multi_tensor|foreach|lamb(?!da)|lerp|addcmul"),
     ("normalisation", r"layer_?norm|batch_?norm|native_norm|rms_?norm|GammaBeta"),
     ("softmax and loss", r"softmax|nll_loss|cross_entropy"),
     ("dropout", r"dropout|bernoulli|philox|random|distribution"),

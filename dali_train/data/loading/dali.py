@@ -25,6 +25,7 @@ from dali_train.data.dataset.storage import Storage, read_stored
 from dali_train.data.loading.augment import Augmentation
 from dali_train.data.loading.decoders import (
     COMMON_OPTIONS,
+    GPU_OPTIONS,
     PixelFormat,
     decode_boxes,
     decoder_options,
@@ -418,6 +419,6 @@ def decode_repeatedly(
 def _decoding_graph(encoded: Sequence[NDArray[np.uint8]], hw_decoder_load: float) -> Any:
     # Not constants, which could be on the GPU: a mixed decoder needs the files on the CPU.
     files = fn.external_source(source=lambda: list(encoded), batch=True, dtype=types.UINT8, ndim=1)
-    on_gpu = {"device": "mixed", "hw_decoder_load": hw_decoder_load}
-    options = {"device": "cpu"} if Pipeline.current().device_id is None else on_gpu
-    return fn.decoders.image(files, **options, **COMMON_OPTIONS)
+    on_gpu = {**GPU_OPTIONS, "hw_decoder_load": hw_decoder_load}
+    options = {"device": "cpu", **COMMON_OPTIONS} if Pipeline.current().device_id is None else on_gpu
+    return fn.decoders.image(files, **options)

@@ -20,6 +20,11 @@ _FIRST_BAD_WITH_BOXES = 900  # 0.9.0 in DALI's spelling, major * 1,000 + minor *
 # virtual machines and containers may not support, and override the CPU affinity that `configure_torch` has set.
 COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine": False}
 
+# By default nvJPEG repeats the pixels of subsampled color; libjpeg-turbo, and so PIL and the CPU's decoder, interpolate.
+# The mean of a small 4:2:0 image differs by up to three grey levels (seen on an H200), and models that were trained on
+# PIL's images lose accuracy by it (sgl-project/sglang#34163).
+GPU_OPTIONS = {"device": "mixed", "jpeg_fancy_upsampling": True, **COMMON_OPTIONS}
+
 # Speed of a decoding thread relative to the hardware decoder: 600 ImageNet photographs/s, since nvJPEG does Huffman
 # decoding on the CPU, over 7,000/s of an H100's seven engines (NVIDIA gives 5,000/s for an A100's five). An estimate:
 # `python -m tools.bench.gpu_data` measures which share is fastest.
@@ -72,7 +77,7 @@ def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None =
     """
     if pixels.device_id is None:
         return {"device": "cpu", **COMMON_OPTIONS}
-    options = {"device": "mixed", **COMMON_OPTIONS, "hw_decoder_load": hardware_share(data, pixels.num_threads)}
+    options = {**GPU_OPTIONS, "hw_decoder_load": hardware_share(data, pixels.num_threads)}
     if split is not None:
         for side in ("height", "width"):
             options[f"preallocate_{side}_hint"] = int(np.percentile(split.rows[side], 99))
