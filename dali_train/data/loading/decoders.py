@@ -20,7 +20,7 @@ _FIRST_BAD_WITH_BOXES = 900  # 0.9.0 in DALI's spelling, major * 1,000 + minor *
 # virtual machines and containers may not support, and override the CPU affinity that `configure_torch` has set.
 COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine": False}
 
-# By default nvJPEG repeats the pixels of subsampled color; libjpeg-turbo, as in PIL and the CPU's decoder, interpolates.
+# By default nvJPEG repeats the pixels of subsampled color; libjpeg-turbo, with which PIL decodes, interpolates them.
 # Small 4:2:0 images differ by up to three grey levels in the mean (seen on an H200), and models that were trained on
 # PIL's images lose accuracy by it (sgl-project/sglang#34163).
 GPU_OPTIONS = {"device": "mixed", "jpeg_fancy_upsampling": True, **COMMON_OPTIONS}
