@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def extract(archive: Path, images: Path, most: int | None) -> None:
-    """Extract all images, or every so manieth so that `most` are left."""
+    """Extract all images, or about `most`, evenly spaced."""
     with tarfile.open(archive) as file:
         members = [member for member in file if member.isfile()]
         step = 1 if most is None else len(members) // most
@@ -120,7 +120,7 @@ def published(options: argparse.Namespace, images: Path) -> list[float]:
 
 
 def run(words: Sequence[str], *, cwd: Path | None = None) -> str:
-    """Run Python in the folder `cwd`, and return what it printed; the accuracy of each seed is printed as it comes."""
+    """Run Python in the folder `cwd`, and return what it printed; how each seed ended is printed as it comes."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -128,7 +128,7 @@ def run(words: Sequence[str], *, cwd: Path | None = None) -> str:
     output = ""
     for line in process.stdout or ():
         output += line
-        if SEED.match(line):
+        if SEED.match(line) or line.startswith("finished at step"):
             print(line, end="", flush=True)
     if process.wait() != 0:
         sys.exit(f"{' '.join(words)[-200:]} ended with {process.returncode}\n{output[-3000:]}")

@@ -118,32 +118,37 @@ def plan(options: argparse.Namespace) -> list[Part]:
     train += "" if quick else " --batch.global_batch 1024"
     forty = f"-m dali_train train {seed} --data.root {sets['original']} --run.dir {work}/forty "
     forty += "--run.eval_every_epochs None "
-    forty += "--run.max_steps 4" if quick else "--run.max_steps 40 --hooks.log_every_steps 5"
+    forty += "--run.max_steps 4" if quick else "--run.epochs 6000 --run.max_steps 40 --hooks.log_every_steps 5"
     doctor = f"-m dali_train doctor {vit_b16} --data.root {sets['original']} --run.dir {work}/doctor"
     vit5 = "--config configs/digits.py --batch.global_batch 16 --batch.micro_batch 8"
     if not quick:
         vit5 = "--config configs/vit5-s.py --batch.micro_batch 256"  # nvSubquadratic: 4,849 images/s on one H100
 
-    def step(name: str, config: str, images_of: str, batch: str, expected_s: int, minutes: int) -> Part:
-        size = "--model.compile none --rounds 1 --steps 1" if quick else f"{batch} --model.compile blocks --rounds 2"
+    def step(
+        name: str, config: str, images_of: str, batch: str, expected_s: int, minutes: int, *, compiled: str = "blocks"
+    ) -> Part:
+        size = f"{batch} --model.compile {compiled} --rounds 2"
+        if quick:
+            size = "--model.compile none --rounds 1 --steps 1"
         command = f"tools/bench_step.py {config} --data.root {sets[images_of]} {size}"
         measured = Part(name=f"step-{name}", command=command, expected_s=expected_s, minutes=minutes, rounds=True)
         return replace(measured, needs=f"make-{images_of}")
 
-    scale = "--loads 0.65 --batch 8 --batches 4 --rounds 1" if quick else "--rounds 1"
-    for name, loads, expected_s in (("original", "", 25), ("raw-256", "", 12), ("stored-256", "--loads 0 0.4", 15)):
-        command = f"-m tools.bench.gpu_data {device} {loads} {scale} --data {name}={sets[name]}"
+    scale = "--loads 0.65 --batch 8 --batches 4 --rounds 1" if quick else "--rounds 3"
+    loads_of = {"original": "--loads 0 0.5 0.6 0.7 0.85 1", "raw-256": "", "stored-256": "--loads 0 0.4 0.8"}
+    for name, expected_s in (("original", 30), ("raw-256", 12), ("stored-256", 20)):
+        command = f"-m tools.bench.gpu_data {device} {loads_of[name]} {scale} --data {name}={sets[name]}"
         shared = Part(name=f"data-{name}", command=command, expected_s=expected_s, minutes=15, rounds=True)
         parts.append(replace(shared, needs=f"make-{name}"))
     parts += [
-        step("s16", f"{seed} --only trainer bare", "original", "--steps 1", 90, 15),
-        step("vit5-s", f"{vit5} --only trainer", "original", "--steps 2", 70, 15),
+        step("s16", f"{seed} --only trainer bare", "original", "--steps 1 --profile", 90, 15),
+        step("vit5-s", f"{vit5} --only trainer", "original", "--steps 2 --profile", 70, 15),
         Part(name="forty", command=forty, expected_s=60, minutes=15, needs="make-original"),
     ]
     if options.cifar10 is not None:
         command = f"-m tools.bench.airbench {shlex.quote(str(options.cifar10))} {device} --work {work}/airbench"
         command += f" --program {shlex.quote(str(options.program))}" if options.program is not None else ""
-        command += " --seeds 1 --images 300" if quick else " --seeds 10 --side-by-side 4"
+        command += " --seeds 1 --images 300" if quick else " --seeds 6 --side-by-side 2"
         parts.append(Part(name="airbench", command=command, expected_s=120, minutes=15, rounds=True))
     parts += [
         Part(name="doctor", command=doctor, minutes=30, needs="make-original"),
@@ -153,6 +158,7 @@ def plan(options: argparse.Namespace) -> list[Part]:
     bf16, large = "--precision.dtype bf16 --steps 1", "--batch.global_batch 8192 --batch.micro_batch 1024"
     several = f"{bf16} --batch.global_batch 4096"
     parts += [
+        step("s16-graphs", f"{seed} --only trainer", "original", "--steps 1", 90, 30, compiled="cuda-graphs"),
         step("b16", f"{vit_b16} --only trainer bare", "original", several, 150, 30),
         step("b32-stored-256", f"{vit_b32} --only trainer", "stored-256", f"{bf16} {large}", 150, 30),
         step("b32-original", f"{vit_b32} --only trainer", "original", f"{bf16} {large}", 150, 45),

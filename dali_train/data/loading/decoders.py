@@ -25,10 +25,11 @@ COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine
 # PIL's images lose accuracy by it (sgl-project/sglang#34163).
 GPU_OPTIONS = {"device": "mixed", "jpeg_fancy_upsampling": True, **COMMON_OPTIONS}
 
-# Speed of a decoding thread relative to the hardware decoder: 600 ImageNet photographs/s, since nvJPEG does Huffman
-# decoding on the CPU, over 7,000/s of an H100's seven engines (NVIDIA gives 5,000/s for an A100's five). An estimate:
-# `python -m tools.bench.gpu_data` measures which share is fastest.
-_THREAD_OVER_HARDWARE = 600 / 7000
+# Speed of a decoding thread relative to the hardware decoder, in ImageNet photographs/s, seen on an H200: a thread, which
+# does nvJPEG's Huffman decoding, 540; the seven engines, beside 13 threads, at least 12,000. With 0, 0.2, 0.4, 0.6 and
+# 0.85 of the images for the engines, 7,000, 10,400, 14,700, 19,900 and 10,500 were decoded in all. Why 0.85 is slow is
+# not known (docs/measurements/2026-11-26-gpu-h200.md; tools/bench/gpu_data.py measures it).
+_THREAD_OVER_HARDWARE = 540 / 12_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def hardware_share(data: DataConfig, num_threads: int) -> float:
     """Return the fraction of JPEGs for a GPU's hardware decoder: data.hw_decoder_load, or a default by `num_threads`.
 
     Hardware and threads decode at the same time and should finish together, so each gets a share in proportion to its
-    speed. NVIDIA's MLPerf configuration for 70 threads per GPU has 0.12, this formula gives 0.14.
+    speed: 0.63 with 13 threads. NVIDIA's MLPerf configuration for 70 threads per GPU has 0.12, this formula gives 0.24.
     """
     if data.hw_decoder_load is not None:
         return data.hw_decoder_load
