@@ -56,7 +56,7 @@ class Bound:
 TORCHVISION = Bound(name="data path / torchvision's PIL loader, images/s", usual=2.6, least=1.8)
 RANDAUGMENT = Bound(name="data path / torchvision's PIL loader, RandAugment, images/s", usual=2.3, least=1.5)
 LIBJPEG = Bound(name="data path / libjpeg-turbo alone, images/s", usual=1.05, least=0.7)
-RAW = Bound(name="data path, raw records / JPEGs, images/s", usual=4.0, least=2.5)
+RAW = Bound(name="data path, raw records / JPEGs, images/s", usual=3.0, least=2.0)
 BARE = Bound(name="trainer on synthetic data / bare loop, steps/s", usual=0.96, least=0.6)
 REAL = Bound(name="trainer on real / on synthetic data, steps/s", usual=0.94, least=0.55)
 STARTUP = Bound(name="first optimizer step / importing torch, timm, DALI, seconds", usual=1.15, most=2.2)
