@@ -215,8 +215,8 @@ class Feed:
 def as_tensor_list(samples: Any, layout: str) -> TensorListCPU:
     """Return an array, or a list of arrays, one a sample, as DALI's own batch, without a copy.
 
-    DALI would make it itself, in a Python loop over the samples that holds up the thread that calls the graph, which is
-    the one that launches the model's kernels: a millisecond for 256 images (measured), now in the thread that feeds.
+    DALI would make it itself, in a loop over the samples in the thread that calls the graph, which on a GPU is the one
+    that launches the model's kernels: 2.3 ms of 3.0 for 256 images (measured).
     """
     if isinstance(samples, np.ndarray):
         return TensorListCPU(samples, layout)

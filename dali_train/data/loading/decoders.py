@@ -25,10 +25,10 @@ COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine
 # PIL's images lose accuracy by it (sgl-project/sglang#34163).
 GPU_OPTIONS = {"device": "mixed", "jpeg_fancy_upsampling": True, **COMMON_OPTIONS}
 
-# Speed of a decoding thread relative to the hardware decoder, in ImageNet photographs/s, seen on an H200: a thread, which
-# does nvJPEG's Huffman decoding, 540; the seven engines, beside 13 threads, at least 12,000. With 0, 0.2, 0.4, 0.6 and
-# 0.85 of the images for the engines, 7,000, 10,400, 14,700, 19,900 and 10,500 were decoded in all. Why 0.85 is slow is
-# not known (docs/measurements/2026-11-26-gpu-h200.md; tools/bench/gpu_data.py measures it).
+# Speed of a decoding thread relative to the hardware decoder, in ImageNet photographs/s, seen on an H200: a thread,
+# which does nvJPEG's Huffman decoding, 540; the seven engines, beside 13 threads, at least 12,000. By the share of
+# the images for the engines, in all 7,000 (0), 10,400 (0.2), 14,700 (0.4), 19,900 (0.6) and 10,500 (0.85) were
+# decoded. Why 0.85 is slow is not known (docs/measurements/gpu.md; tools/bench/gpu_data.py measures it).
 _THREAD_OVER_HARDWARE = 540 / 12_000
 
 
