@@ -22,7 +22,7 @@ from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.parallel.layout import Layout
-from dali_train.training.metrics import Evaluator
+from dali_train.training.metrics import Evaluator, classes_ahead
 from dali_train.training.precision import Precision
 from tests.conftest import Train, run_in_pool
 from tests.helpers import events, words
@@ -62,6 +62,47 @@ def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:
         assert result.balanced_top1 == pytest.approx(sum(by_class) / 5)
         assert result.balanced_top1 != result.top1
         assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_ties_infinities_and_nans_count_as_in_argmax(dtype: torch.dtype) -> None:
+    """Scores from a few values, so that most images have ties, against Python's own sorting."""
+    random = np.random.default_rng(0)
+    values = np.array([-np.inf, -1.5, 0.0, -0.0, 1.0, 2.0, np.inf])
+    for num_classes in (1, 3, 10):
+        table = values[random.integers(0, len(values), (2_000, num_classes))]
+        table[random.random(2_000) < 0.05, 0] = np.nan
+        own = random.random((2_000, num_classes)) < 0.4
+        own[np.arange(2_000), random.integers(0, num_classes, 2_000)] |= random.random(2_000) < 0.9
+        expected = [
+            num_classes + 5
+            if np.isnan(row).any() or not mine.any()
+            else next(
+                ahead
+                for ahead, number in enumerate(sorted(range(num_classes), key=lambda number: (-row[number], number)))
+                if mine[number]
+            )
+            for row, mine in zip(table.tolist(), own, strict=True)
+        ]
+        scores = torch.tensor(table, dtype=dtype)
+        found = classes_ahead(scores, torch.from_numpy(own))
+        assert found.tolist() == expected
+        finite = ~scores.isnan().any(dim=1)
+        hits = torch.from_numpy(own).gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+        assert torch.equal((found == 0)[finite], hits[finite])
+
+
+def test_a_network_that_knows_nothing_reaches_the_share_of_the_first_class(tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    labels = Split(config.data.root, "validation").rows["label"]
+
+    class Nothing(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return images[:, 0, 0, :5] * 0
+
+    result = evaluator(tiny_config, 4).run(Nothing(), Precision(config.precision, CPU).autocast())
+    assert result.top1 == np.mean(labels == 0) < 1
+    assert result.balanced_top1 == pytest.approx(1 / 5)
 
 
 @pytest.mark.parametrize(("views", "shifts"), [("mirrored", [0]), ("mirrored-and-shifted", [0, 1, -1])])

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.text import printable
-from dali_train.training.metrics import EvaluationResult, Evaluator, Totals
+from dali_train.training.metrics import EvaluationResult, Evaluator, Totals, classes_ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,10 @@ class SeveralLabelsEvaluator(Evaluator):
         """As the base class's, with (n, classes) `labels`: 1 for the classes of an image, else 0."""
         totals.scores[int(numbers[0]) : int(numbers[-1]) + 1] = logits  # images that follow each other in the split
         own = labels.to(logits.dtype)
-        best = logits.masked_fill(own == 0, -math.inf).amax(dim=1, keepdim=True)
-        ranks = (logits > best).sum(dim=1)  # classes that score above the best of its own
-        has_none = (own == 0).all(dim=1) | logits.isnan().any(dim=1)
-        ranks.masked_fill_(has_none, logits.shape[1] + 5)
+        ahead = classes_ahead(logits, labels > 0)
         loss = F.binary_cross_entropy_with_logits(logits, own, reduction="none").mean(dim=1).sum().double()
-        top1 = (ranks < 1).sum().double()
-        top5 = (ranks < 5).sum().double()
+        top1 = (ahead < 1).sum().double()
+        top5 = (ahead < 5).sum().double()
         count = torch.full((), len(labels), dtype=torch.float64, device=self._device)
         totals.sums.add_(torch.stack([loss, top1, top5, count]))
 
