@@ -274,8 +274,9 @@ def run_part(part: Part, options: argparse.Namespace, limit_s: float) -> dict[st
     output = "\n".join([files["out"].read_text(errors="replace").strip(), *said]).strip()
     line: dict[str, Any] = {"part": part.name, "state": state, "seconds": round(time.monotonic() - begin, 1)}
     line |= {"command": part.command, "output": output}
-    for directory in (options.work, REPOSITORY):  # only this machine has them
-        line |= {name: line[name].replace(f"{directory}/", "") for name in ("command", "output")}
+    for directory in (options.work, REPOSITORY, Path(sys.prefix)):  # only this machine has them
+        shortened = {name: line[name].replace(f"{directory}/", "") for name in ("command", "output")}
+        line |= {name: text.replace(str(directory), ".") for name, text in shortened.items()}
     return {**line, "date": date.today().isoformat(), "commit": options.commit, "rounds": rounds}
 
 
