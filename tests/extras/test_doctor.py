@@ -155,7 +155,9 @@ def test_old_versions_and_a_wrong_decoder(monkeypatch: pytest.MonkeyPatch) -> No
     (finding,) = doctor.decoding(torch.device("cpu"))
     assert finding.verdict == "pass" and "grey levels from libjpeg" in finding.text
     finding = doctor._decoder("hw decoder", [doctor._picture(1), doctor._picture(2)], None, rounds=3)
-    assert finding.verdict == "fail" and finding.text.endswith("libjpeg, 1 of them not the same 3 times, one by one")
+    assert finding.verdict == "fail" and finding.text.endswith(
+        "libjpeg, 1 of them not the same 3 times, each read before the next"
+    )
 
 
 @pytest.mark.parametrize("directory", [None, "/", "/proc/none"])

@@ -7,7 +7,6 @@ GPU, since one leaves it idle most of the time: seconds of a run are no measure 
 """
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -24,9 +23,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tools.bench.turns import describe_machine, write_lines
+from tools.bench.turns import REPOSITORY, describe_machine, python_environment, write_lines
 
-REPOSITORY = Path(__file__).parent.parent.parent
 SEED = re.compile(r"^seed \d+: ([\d.]+)%", re.MULTILINE)
 # The published main() returns one run's accuracy with six views; its own loop has 25 runs.
 PUBLISHED = """
@@ -84,7 +82,6 @@ def ours(options: argparse.Namespace, images: Path) -> list[float]:
     begin = time.monotonic()
     borders = [options.seeds * number // options.side_by_side for number in range(options.side_by_side + 1)]
     shares = [range(*pair) for pair in pairwise(borders) if pair[0] < pair[1]]
-
     dtype = "bf16" if options.device == "cuda" else "fp32"  # many processors are slower in bf16
 
     def of(seeds: range) -> list[float]:
@@ -121,10 +118,8 @@ def published(options: argparse.Namespace, images: Path) -> list[float]:
 
 def run(words: Sequence[str], *, cwd: Path | None = None) -> str:
     """Run Python in the folder `cwd`, and return what it printed; how each seed ended is printed as it comes."""
-    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen([sys.executable, *words], env=environment, cwd=cwd, **pipes)
+    process = subprocess.Popen([sys.executable, *words], env=python_environment(), cwd=cwd, **pipes)
     output = ""
     for line in process.stdout or ():
         output += line

@@ -35,9 +35,8 @@ import torch
 from dali_train.files import git_commit
 from dali_train.runtime.process import num_cores
 from tools.bench.compute import BARE, REAL, SYNTHETIC
-from tools.bench.turns import describe_machine, write_lines
+from tools.bench.turns import REPOSITORY, describe_machine, python_environment, write_lines
 
-REPOSITORY = Path(__file__).parent.parent.parent
 MEASUREMENTS = REPOSITORY / "docs" / "measurements"
 CALL_S = 540  # ten minutes, less the time for starting a call
 UNFINISHED = 75
@@ -250,8 +249,7 @@ def run_part(part: Part, options: argparse.Namespace, limit_s: float) -> dict[st
     files = {suffix: options.work / f"{part.name}.{suffix}" for suffix in ("jsonl", "out", "err")}
     files["jsonl"].unlink(missing_ok=True)
     words = [*shlex.split(part.command), *(["--json", str(files["jsonl"])] if part.rounds else [])]
-    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "GPU_TESTS_ON": options.device}
+    environment = {**python_environment(), "GPU_TESTS_ON": options.device}
     if part.name in ("machine", "doctor"):  # they decode
         environment["DALI_NVIMGCODEC_LOG_LEVEL"] = "4"
     begin = time.monotonic()

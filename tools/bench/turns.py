@@ -4,6 +4,7 @@ drawn."""
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import sys
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     import torch
 
     from dali_train.data.loading.loader_arguments import Place
+
+REPOSITORY = Path(__file__).parent.parent.parent
 
 # Options that several benchmarks share.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -189,6 +192,12 @@ def cpu_seconds(process: psutil.Process) -> float:
         with suppress(psutil.NoSuchProcess):  # a compiler's worker that has just ended
             total += sum(member.cpu_times()[:4])
     return total
+
+
+def python_environment() -> dict[str, str]:
+    """Return the environment of a Python process that imports this repository, in any folder, and prints at once."""
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def describe_machine() -> str:

@@ -209,7 +209,8 @@ def _decoder(
         )
     text = f"{len(pictures)} pictures, at most {worst:.2f} grey levels from libjpeg"
     if rounds > 1:
-        text += f", {'the same' if not changed else f'{len(changed)} of them not the same'} {rounds} times, one by one"
+        repeated = "the same" if not changed else f"{len(changed)} of them not the same"
+        text += f", {repeated} {rounds} times, each read before the next"
     remedy = "reinstall DALI: its decoder is wrong"
     if hw_decoder_load > 0:
         remedy = "set data.hw_decoder_load 0, so that JPEGs are decoded by CUDA's cores, or install another driver"
