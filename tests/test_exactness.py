@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from dali_train.checkpoint.format import load_newest
-from dali_train.checkpoint.recipe import dataset_content
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.manifest import Manifest, dataset_content
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.extras.ledger import ledger_files
 from dali_train.extras.proof.prove import prove

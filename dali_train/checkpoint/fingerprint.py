@@ -28,6 +28,7 @@ from nvidia import dali
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import Split, open_split
+from dali_train.data.dataset.sample_recipe import default_in_recipes
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import ConfigError
 from dali_train.runtime.process import device_name, processor_name
@@ -80,7 +81,7 @@ def recipe_digest(recipe: dict[str, Any]) -> int:
     one which later versions add changes nothing."""
 
     def is_default(name: str, value: Any) -> bool:
-        default = SETTINGS[name].default if name in SETTINGS else None
+        default = default_in_recipes(name)
         return name in SETTINGS and value == (list(default) if isinstance(default, tuple) else default)
 
     decisive = {name: value for name, value in recipe.items() if not is_default(name, value)}

@@ -5,63 +5,77 @@ Files are included by their content, so that a replaced file is noticed.
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import MISSING
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from dali_train.checkpoint.format import CheckpointError, RunValues
-from dali_train.checkpoint.run_directory import MANIFEST, named_checkpoint
-from dali_train.config import Config
-from dali_train.config.check import as_typed, load_row
+from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, RunValues
+from dali_train.checkpoint.run_directory import MANIFEST, RunDirectory, named_checkpoint, resolve_checkpoint
+from dali_train.config import Config, SampleConfig
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
+from dali_train.data.dataset.index import read_manifest
+from dali_train.data.dataset.manifest import CONTENT, Manifest
+from dali_train.data.dataset.sample_recipe import (
+    CLASS_NAMES,
+    changes_between,
+    dataset_fields,
+    in_recipe,
+    names_content,
+    sample_settings,
+    value_in,
+)
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
-from dali_train.text import plural, printable, shortened
 from dali_train.training.pretrained import is_path
 from dali_train.training.schedule import learning_rate
 
-MIXED_RECIPE = "dali_train.extras.mixture.dataset:mixed_recipe"
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
 _DIRECTORY = "local-dir:"  # timm's name for one that `export --format timm` writes
-_NAMES = "class_names"  # recipes of earlier versions lack it
-_SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
+_EVALUATION = [name for name in SETTINGS if name.startswith("data.eval_")]
+_OF_RESULT = [*_EVALUATION, "hooks.stop_early", "run.eval_every_epochs", "run.f1_threshold", "run.max_steps"]
 
 
 def recipe(config: Config, manifest: Manifest) -> dict[str, Any]:
-    """Return everything that decides what is computed, as plain JSON values by field name.
-
-    The dataset is included by the checksums in ``dataset.json``; those of the index cover labels, sizes and
-    positions. For a shard that was indexed without reading all of it, only these and its size are known.
-    """
-    dataset = {"dataset": dataset_content(manifest), _NAMES: names_content(manifest.class_names)}
-    return {**recipe_settings(config), **dataset}
-
-
-def names_content(names: Sequence[str]) -> str:
-    """Return a digest of the class names, with the first of them."""
-    digest = hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]
-    return f"{shortened(printable(', '.join(names[:4])), 40)} ({plural(len(names), 'name')}, {CONTENT}{digest})"
+    """Return everything that decides what is computed, as plain JSON values by field name. Raises DatasetError: see
+    `sample_settings`."""
+    return {**recipe_settings(config), **dataset_fields(manifest)}
 
 
 def recipe_settings(config: Config) -> dict[str, Any]:
     """Return the config's part of a recipe."""
-    sections = json.loads(config.to_json())
-    fields = {
-        name: sections[section][field]
-        for name, (section, _, field) in ((name, name.partition(".")) for name in SETTINGS)
-        if SETTINGS[name].in_recipe
-    }
-    if config.data.shuffle != "block":  # otherwise they have no effect
-        del fields["data.block_images"], fields["data.window_blocks"]
-    fields |= {name: _content_of(name, fields[name]) for name in _WEIGHTS}
-    if config.data.exclude is not None and Path(config.data.exclude).is_file():
-        fields["data.exclude"] = CONTENT + sha256(Path(config.data.exclude))[:16]
-    if config.data.mix:
-        fields |= load_row(MIXED_RECIPE, "data.mix")(config.data)
-    del fields["data.normalise"]  # as numbers, so that it does not matter how they were spelled
-    return fields | {"data.mean": list(config.data.mean), "data.std": list(config.data.std)}
+    others = json.loads(config.to_json())
+    for section in fields(SampleConfig):
+        del others[section.name]
+    weights = {name: _content_of(name, attrgetter(name)(config)) for name in _WEIGHTS}
+    settings = {**in_recipe(others), **weights, **sample_settings(config)}
+    if config.model.head_scale is None and config.model.weights is None:
+        settings["model.head_scale"] = 1.0  # which it then means
+    return settings
+
+
+def result_settings(config: Config) -> dict[str, Any]:
+    """Return the config's part of what decides accuracies: its recipe, where it ends, and what is evaluated when."""
+    return {**recipe_settings(config), **_only_of_result(config)}
+
+
+def changes_of_result(run: RunDirectory, config: Config) -> list[str]:
+    """Return how `config` and its dataset differ from those that gave a run its accuracies, as "NAME OLD -> NEW".
+
+    Raises:
+        ConfigError, CheckpointError: the run has no config.json or no checkpoint, or they are damaged.
+        DatasetError: the dataset of `config` is not here.
+    """
+    path = resolve_checkpoint(run.directory, "newest")
+    saved = {**saved_recipe(CheckpointManifest.read(path).values, path), **_only_of_result(run.config)}
+    current = {**result_settings(config), **dataset_fields(read_manifest(config.data))}
+    keep_digests_of_lost_files(saved, current)
+    return changes_between(saved, current)
+
+
+def _only_of_result(config: Config) -> dict[str, Any]:
+    values = config.flat()
+    return {name: values[name] for name in _OF_RESULT}
 
 
 def check_recipe(
@@ -103,7 +117,7 @@ def is_branch(saved: dict[str, Any], current: dict[str, Any], config: Config, *,
     others = [{name: value for name, value in one.items() if name not in schedule} for one in (saved, current)]
     if changes_between(*others) or config.ema.power:  # which depends on the end of the run
         return False
-    values = {name: _value(saved, name) for name in schedule}
+    values = {name: value_in(saved, name) for name in schedule}
     before = config.replace({name: tuple(one) if isinstance(one, list) else one for name, one in values.items()})
     return all(learning_rate(before, at, num_images) == learning_rate(config, at, num_images) for at in range(step))
 
@@ -123,24 +137,9 @@ def saved_recipe(values: RunValues, source: object) -> dict[str, Any]:
     if not values.recipe:
         raise CheckpointError(f"{source}: values.recipe is missing in {MANIFEST}, so this is not a run's checkpoint")
     saved = dict(values.recipe)
-    if _NAMES not in saved and values.class_names:
-        saved[_NAMES] = names_content(values.class_names)
+    if CLASS_NAMES not in saved and values.class_names:
+        saved[CLASS_NAMES] = names_content(values.class_names)
     return saved
-
-
-def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return the differences of two recipes, as "NAME OLD -> NEW".
-
-    A setting that one of them lacks has its default there, because a checkpoint may be older than the setting. Settings
-    that exist but are no longer part of the recipe are ignored; one that was removed counts as a change.
-    """
-    names = sorted(name for name in {*saved, *current} if name not in SETTINGS or SETTINGS[name].in_recipe)
-    if _NAMES in names and not (_NAMES in saved and _NAMES in current):
-        names.remove(_NAMES)
-    values = [(name, _value(saved, name), _value(current, name)) for name in names]
-    return [
-        f"{_SETTINGS_OF.get(name, name)} {as_typed(old)} -> {as_typed(new)}" for name, old, new in values if old != new
-    ]
 
 
 def _content_of(field: str, weights: str | None) -> str | None:
@@ -154,9 +153,3 @@ def _content_of(field: str, weights: str | None) -> str | None:
             files = [named_checkpoint(path, field) / MANIFEST]  # which has the digests of the tensors
     digests = [sha256(file) for file in files if file.is_file()]
     return CONTENT + hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else weights
-
-
-def _value(recipe: dict[str, Any], name: str) -> Any:
-    default = SETTINGS[name].default if name in SETTINGS else MISSING
-    value = recipe.get(name, "absent" if default is MISSING else default)
-    return list(value) if isinstance(value, tuple) else value

@@ -1,5 +1,6 @@
 """Loading a trained model from a run directory: settings, weights, classes."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from dali_train.checkpoint.format import Checkpoint, CheckpointError, load_check
 from dali_train.checkpoint.run_directory import RunDirectory, resolve_checkpoint
 from dali_train.checkpoint.state import first_weights, restore_weights
 from dali_train.config import Config, ModelConfig
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.index import read_manifest
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
 from dali_train.runtime.object_store import is_remote
@@ -79,7 +80,7 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     config = RunDirectory(run_dir).config
     check_registered(config.model, run_dir)
     loaded = load_chosen(resolve_checkpoint(run_dir, checkpoint))
-    names = tuple(loaded.values.class_names or Manifest.read(config.data.root).class_names)
+    names = tuple(loaded.values.class_names or read_manifest(config.data).class_names)
     used: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
     plain = replace(config.model, freeze=(), compile="none", activation_checkpointing=False, channels_last=False)
     model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), used)
@@ -172,7 +173,7 @@ def write_model(run_dir: Path, step: int) -> Path:
     one.
 
     For other programs: ``timm.create_model(NAME, **KWARGS).load_state_dict(safetensors.torch.load_file(...))``, with
-    name and arguments from config.json.
+    name and arguments from config.json. Equal runs have equal files.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the file cannot be written.
@@ -183,10 +184,22 @@ def write_model(run_dir: Path, step: int) -> Path:
     tensors = checkpoint.state["ema" if weights == "ema" else "model"]
     metadata = {"format": "pt", "weights": weights, "step": str(step), **record_of(checkpoint, weights)}
     try:
-        write_atomically(path, save(tensors, metadata=metadata))
+        write_atomically(path, _in_order(save(tensors, metadata=metadata)))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written ({error}): check space and permissions, and start the same command again; "
             "nothing is trained twice"
         ) from error
     return path
+
+
+def _in_order(content: bytes) -> bytes:
+    """Return a safetensors file with its metadata in alphabetical order, where safetensors has one of chance.
+
+    The format is the header's size in 8 bytes, the header in JSON with spaces at its end, and the tensors.
+    """
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+    return b"".join([len(ordered).to_bytes(8, "little"), ordered, memoryview(content)[8 + size :]])

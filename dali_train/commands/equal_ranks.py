@@ -18,11 +18,12 @@ from crc32c import crc32c
 from nvidia import dali
 
 import dali_train
-from dali_train.checkpoint.recipe import dataset_content, names_content, recipe_settings
+from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.config import Config
 from dali_train.data.dataset.index import read_manifest
-from dali_train.data.dataset.manifest import index_path, metadata_directory
+from dali_train.data.dataset.manifest import dataset_content, index_path, metadata_directory
+from dali_train.data.dataset.sample_recipe import names_content
 from dali_train.errors import ConfigError, UserError
 from dali_train.files import sha256
 from dali_train.runtime.process_group import on_rank_0

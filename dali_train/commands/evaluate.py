@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from dali_train.checkpoint.format import Checkpoint, load_chosen
-from dali_train.checkpoint.recipe import changes_between, recipe_settings
+from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import resolve_checkpoint
 from dali_train.checkpoint.state import restore_weights
 from dali_train.checkpoint.trained_model import check_registered, first_weights, model_from
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.sample_recipe import changes_between
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, joined

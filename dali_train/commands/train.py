@@ -332,7 +332,7 @@ def train(
         require_equal_ranks(config, device, group)
         with locked(directory, group) as holder, mirrored(config, launch, stop_requests) as mirror:
             run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
-            watchdog.watch(run.trainer.clock, run.plan.dataset.data.root)
+            watchdog.watch(run.trainer.clock, " or ".join(run.plan.dataset.data.roots))
             if mirror is not None:
                 mirror.start(run.saver.held)
             try:

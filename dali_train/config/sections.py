@@ -191,8 +191,9 @@ class DataConfig:
     deviation of data.normalise (timm's mode pixel), clipped to values from 0 to 255."""
     exclude: Annotated[str, Rule("the name of a file with the numbers of images")] | None = None
     """A file with the training images to leave out, by their numbers: one a line, or in the first column of a CSV file,
-    as `dali-train suspects` writes them. An epoch has only the other images. All their draws stay the same, and with
-    shuffle full or none so does their order; the other orders are made of the images that are left."""
+    as `dali-train suspects` writes them. If it has a column file, the list must be of this dataset. An epoch has only
+    the other images. All their draws stay the same, and with shuffle full or none so does their order; the other orders
+    are made of the images that are left."""
     repeats: Annotated[int, Rule("a number of repeats from 1 to 64", 1, 64)] = 1
     """Repeated augmentation: this many adjacent positions have the same image, augmented differently. An epoch still
     has as many positions as the training split has images, so a pass over the split takes this many epochs. If it does
@@ -434,13 +435,14 @@ class ModelConfig:
     weights: str | None = None
     """Pretrained weights: a file (.safetensors, or .pth, .bin and the like, from which only tensors are read), a run
     directory or one of its checkpoints (the moving average of the weights, if there is one), or, if a hub can be
-    reached, a timm name with its tag. If the number of classes differs, the classifier is initialised from scratch; if
-    the resolution differs, position embeddings are resampled. None: random weights."""
+    reached, a timm name with its tag. If the number of classes differs, the classifier is a new one, see head_scale;
+    if the resolution differs, position embeddings are resampled. None: random weights."""
     init: Literal["torch", "portable"] = "torch"
     """The generator of random initial weights. torch: torch's, whose weights depend on the processor's vector
     instructions. portable: our own, whose weights are the same on every machine."""
-    head_scale: NotNegative = 1.0
-    """Factor of the classifier's initial weights and biases (timm's --head-init-scale); 0: all logits begin at 0."""
+    head_scale: NotNegative | None = None
+    """Factor of the classifier's initial weights and biases (timm's --head-init-scale); 0: all logits begin at 0. None:
+    0 for a new classifier on pretrained weights, whose features its noise would drown out, else 1."""
     head_bias: float | None = None
     """Initial bias of the classifier (timm's --head-init-bias). With binary-cross-entropy, -log(classes) begins with
     the right share of positives; 1,000 classes: -6.9. None: the model's own."""

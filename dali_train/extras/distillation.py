@@ -64,7 +64,7 @@ class Teacher:
         """
         loss, data = config.loss, config.data
         assert loss.teacher is not None
-        model = create_pretrained(
+        model, _ = create_pretrained(
             loss.teacher,
             loss.teacher_weights or "",
             num_classes,

@@ -2,10 +2,17 @@
 
 from functools import cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dali_train.data.convert.sources import SourceError, printable_name
-from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import Storage
+from dali_train.data.dataset.index import Split, excluded_images
+from dali_train.data.dataset.storage import Storage, open_shards
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
+from dali_train.errors import ConfigError
+from dali_train.text import printable
+
+_COMPARED = 8  # images of a list, and up to twice as many: another dataset's has none of them
 
 
 class ImageNames:
@@ -42,3 +49,37 @@ class ImageNames:
         if feature is None or len(feature.spans) != 1:
             return None
         return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
+
+
+def file_names(split: Split, numbers: NDArray[np.int64]) -> list[str]:
+    """Return the names of these images' files, see `ImageNames`; empty where a record has none, or is in an object
+    store, where each name costs a request. In a mixture the name of the image's dataset stands before it."""
+    names: dict[Split, ImageNames] = {}
+    files = []
+    for image in numbers.tolist():
+        source, number = split.locate(image)
+        file = ""
+        if source.files is not None or source.url is None:
+            if source not in names:
+                names[source] = ImageNames(source, open_shards(source))
+            file = printable(names[source].find(number) or "")
+        files.append(f"{source.source_name}: {file}" if source.source_name else file)
+    return files
+
+
+def check_excluded(split: Split, path: str) -> None:
+    """Compare some of the files that a list for data.exclude names, as `dali-train suspects` does, with the split's.
+
+    Raises:
+        ConfigError: an image has another file, so the list is of another dataset.
+    """
+    named = {number: file for number, file in excluded_images(path, len(split)).items() if file}
+    numbers = np.array(sorted(named), dtype=np.int64)[:: max(1, len(named) // _COMPARED)]
+    for number, file in zip(numbers.tolist(), file_names(split, numbers), strict=True):
+        # A list may be of one dataset of a mixture alone, or the other way round.
+        own = file.removeprefix(f"{split.locate(number)[0].source_name}: ")
+        if own and named[number] != own and not named[number].endswith(f": {own}"):
+            raise ConfigError(
+                f"data.exclude is {path}, in which image {number} is {printable(named[number])!r}, and here it is "
+                f"{file!r}: the list is of another dataset. Use one that was made of this, or delete the column file"
+            )

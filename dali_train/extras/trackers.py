@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import open_split
+from dali_train.extras.image_names import file_names
 from dali_train.extras.pictures.predictions import (
     NUM_SAMPLES,
     class_names,
-    file_names,
     label_names,
     prediction_table,
     sample_images,
@@ -244,7 +244,7 @@ class WandB(Tracker):
             return
         names = self.class_names
         if self._files is None:
-            self._files = file_names(Split(self.run.config.data.root, "validation"), details.shown)
+            self._files = file_names(open_split(self.run.config.data, "validation"), details.shown)
         columns, rows = prediction_table(details, names, self._files)
         table = self._wandb.Table(columns=["id", "file", "image", "prediction", "truth", *columns[4:]])
         for number, file, truth, predicted, *scores in rows:

@@ -34,7 +34,7 @@ with needing("Flyte", extra="workflow", module=__name__):
     from flyte.io import Dir, File
 
 from dali_train import __version__
-from dali_train.checkpoint.recipe import recipe_settings
+from dali_train.checkpoint.recipe import result_settings
 from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.commands import data
 from dali_train.commands.boundary import run_command
@@ -180,15 +180,10 @@ def train_workflow(dataset: str, config: str, machine: Machine) -> TrainingOutpu
 
 def hyperparameters(config: Config) -> str:
     """Return what decides a training's outputs besides the dataset, as JSON: settings and digests of their files."""
-    data, length = config.data, config.run
-    # Besides the recipe: where a training begins and ends, and how its accuracies are measured.
-    evaluated = [data.eval_size, data.eval_resize, data.eval_resize_to]
-    more = [length.max_steps, length.eval_every_epochs, config.hooks.stop_early, evaluated]
-    manifest = Path(length.resume) / MANIFEST  # of the checkpoint to begin with, which has the digests of its files
-    resume = sha256(manifest) if manifest.is_file() else None
-    return json.dumps(
-        [recipe_settings(config), more, length.resume, length.accept_changed_recipe, resume], sort_keys=True
-    )
+    run = config.run
+    manifest = Path(run.resume) / MANIFEST  # of the checkpoint to begin with, which has the digests of its files
+    began_with = [run.resume, run.accept_changed_recipe, sha256(manifest) if manifest.is_file() else None]
+    return json.dumps([result_settings(config), began_with], sort_keys=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

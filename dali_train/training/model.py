@@ -93,9 +93,10 @@ def build_model(
     fast_norm = config.model.fast_norm and device.type != "meta"
     # Drawn on the CPU: the same on every kind of GPU.
     kind = "meta" if device.type == "meta" else "cpu"
+    is_new = False
     with initialising(config.model, config.data.seed), torch.device(kind), _normalising(fast=fast_norm):
         if with_weights and config.model.weights is not None:
-            model = create_pretrained(
+            model, is_new = create_pretrained(
                 name,
                 config.model.weights,
                 num_classes,
@@ -108,7 +109,10 @@ def build_model(
             model = on_meta
         else:
             model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
-    initialise_classifier(model, scale=config.model.head_scale, bias=config.model.head_bias)
+    scale = config.model.head_scale
+    if scale is None:
+        scale = 0.0 if is_new else 1.0
+    initialise_classifier(model, scale=scale, bias=config.model.head_bias)
     if config.model.constant_drop_path:
         make_drop_path_constant(repeated_blocks(model), config.model.kwargs["drop_path_rate"])
     model.to(

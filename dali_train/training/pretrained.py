@@ -48,17 +48,18 @@ def create_pretrained(
     field: str,
     keep_classifier: bool = False,
     tensors: Tensors | None = None,
-) -> Any:
+) -> tuple[Any, bool]:
     """Return timm's model `name` with trained weights; timm resamples position embeddings to another resolution.
 
     Args:
         weights: see `weights_that_fit`; empty for the weights that `name` itself names.
         field: the setting, for messages.
-        keep_classifier: refuse weights with other classes, for which the classifier would be initialised from scratch.
+        keep_classifier: refuse weights with other classes, for which the classifier would be a new one.
         tensors: the tensors of `weights`, if they have been read already.
 
     Returns:
-        A module; a timm model has timm's attributes, such as `pretrained_cfg`.
+        A module, and whether its classifier is a new one, with random weights. A timm model has timm's attributes, such
+        as `pretrained_cfg`.
 
     Raises:
         ConfigError: the weights are missing, cannot be fetched, or do not fit.
@@ -82,7 +83,8 @@ def create_pretrained(
 
     check_classes(num_trained)  # before anything is fetched
     if tensors is not None:
-        return _create_with(tensors, name, num_classes, kwargs)
+        is_new = bool(_classifiers_of(name)) and num_trained != num_classes
+        return _create_with(tensors, name, num_classes, kwargs), is_new
     try:
         model = timm.create_model(source, pretrained=True, num_classes=num_classes, **kwargs)
         num_trained = model.pretrained_cfg.get("num_classes")
@@ -91,7 +93,7 @@ def create_pretrained(
     except (OSError, RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
         raise _misfit(error, source, name, kwargs, field) from error
     check_classes(num_trained)
-    return model
+    return model, num_trained not in (num_classes, None)
 
 
 def weights_that_fit(

@@ -23,9 +23,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dali_train.checkpoint.fingerprint import weights_digest
 from dali_train.checkpoint.format import CheckpointError, RunValues, find_checkpoint, load_checkpoint, load_newest
 from dali_train.checkpoint.recipe import changes_between, is_branch, keep_digests_of_lost_files, recipe
-from dali_train.checkpoint.run_directory import checkpoint_paths, resolve_checkpoint, saved_score, saved_top1
+from dali_train.checkpoint.run_directory import checkpoint_paths, resolve_checkpoint, saved_score, saved_top1, step_of
 from dali_train.checkpoint.save import CheckpointWriter
-from dali_train.checkpoint.trained_model import load_trained
+from dali_train.checkpoint.trained_model import load_trained, write_model
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
@@ -431,6 +431,15 @@ def test_paths_that_are_not_checkpoints(tmp_path: Path) -> None:
         resolve_checkpoint(run, "best")
     with pytest.raises(ConfigError, match="nowhere: no such directory"):
         resolve_checkpoint(tmp_path / "nowhere", "newest")
+
+
+def test_equal_weights_are_equal_files(plain_run: Path, tmp_path: Path) -> None:
+    """safetensors writes its metadata in an order of chance."""
+    run = shutil.copytree(plain_run, tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    files = [write_model(run, step_of(checkpoint_paths(run / "checkpoints")[-1])).read_bytes() for _ in range(4)]
+    assert {*files} == {(plain_run / "model.safetensors").read_bytes()}
+    assert load_file(run / "model.safetensors").keys() == load_file(plain_run / "model.safetensors").keys()
 
 
 def test_another_recipe_is_refused_unless_told(train: Train, plain_run: Path, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 from PIL import Image
 
 from dali_train import cli
-from dali_train.config import load_config
-from dali_train.data.dataset.index import Split
+from dali_train.config import DataConfig, load_config
+from dali_train.data.dataset.index import Split, open_split
+from dali_train.errors import ConfigError
 from dali_train.extras.blame.step import blame
+from dali_train.extras.image_names import file_names
 from tests.conftest import Train
 from tests.helpers import losses, samples, words
 
@@ -87,6 +89,41 @@ def check_suspects(run: Path, names: set[str], train: Train, capsys: pytest.Capt
     train("without", "--data.root", root, *OPTIONS, *without)
     seen = [image for images in samples(run.with_name("without")).values() for image in images]
     assert len(seen) == 7 * 24 and len(set(seen)) == 21 and not {int(row["image"]) for row in rows} & set(seen)
+
+
+@pytest.mark.parametrize("epochs", ["1", "3"])
+def test_suspects_are_of_the_second_half_of_a_run(
+    epochs: str, mislabelled: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last step reaches into one more epoch, of which there are not all images."""
+    more = ("--run.epochs", epochs, "--batch.global_batch", "20", "--hooks.ledger", "true")
+    train("run", "--data.root", str(mislabelled), *OPTIONS, *more)
+    capsys.readouterr()
+    assert cli.main(["suspects", str(tmp_path / "run")]) == 0
+    assert " of 24 images are suspect" in capsys.readouterr().out
+
+
+def test_a_list_of_another_dataset_is_refused(mislabelled: Path, tmp_path: Path) -> None:
+    split = Split(mislabelled, "train")
+    first, second = file_names(split, np.array([5, 20]))
+    table = tmp_path / "list.csv"
+    data = DataConfig(root=str(mislabelled), exclude=str(table))
+    mixed = DataConfig(root=str(mislabelled), mix=(("photos", str(mislabelled), 1.0),), exclude=str(table))
+    for header, names in {
+        "image,file,label": (first, second),
+        "image,label,file": ("dark", "dark"),  # a row without its last cell
+        "image,note,file": ("?," + first, "?," + second),
+        "image,file,more": (f"photos: {first}", f"photos: {second}"),
+        "5,x,file": ("a", "b"),  # no heading
+    }.items():
+        table.write_text(f"{header}\n5,{names[0]}\n20,{names[1]}\n")
+        assert open_split(data, "train").num_images == open_split(mixed, "train").num_images == 22
+    table.write_text(f"image,file\n5,{second}\n20,{first}\n")
+    for one in (data, mixed):
+        with pytest.raises(
+            ConfigError, match=r"in which image 5 is '.*, and here it is .*the list is of another dataset"
+        ):
+            open_split(one, "train")
 
 
 def test_the_worst_step_is_found(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 """`dali-train compare`: the statistics of pairs, on real runs."""
 
 import csv
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from dali_train import cli
 from dali_train.extras.compare.pairs import Difference
 from tests.conftest import Train
 from tests.helpers import events, extended
@@ -23,7 +25,7 @@ def test_the_difference_of_pairs() -> None:
 
 
 def test_pairs_are_trained_once_and_have_the_same_samples(
-    run_command: Train, tiny_config: Path, tmp_path: Path
+    run_command: Train, tiny_config: Path, dataset: Path, tmp_path: Path
 ) -> None:
     """A recipe and its copy are the same run with each seed, so their difference has no error."""
     other = extended(tiny_config, "")
@@ -47,6 +49,16 @@ def test_pairs_are_trained_once_and_have_the_same_samples(
     again = run_command(*words)
     assert again.count("step 1/2 took") == 1 and again.splitlines()[-4:] == printed.splitlines()[-4:]
     refused = run_command(*words, "--optimizer.lr", "0.1", status=2)
-    assert "has finished with other settings (optimizer.lr 0.01 -> 0.1): use another directory" in refused
+    assert "has finished with another recipe or evaluation (optimizer.lr 0.01 -> 0.1): use another directory" in refused
+    another = tmp_path / "another"
+    assert cli.main(["data", "subset", str(dataset), "--images-per-class", "8", "--out", str(another)]) == 0
+    for option, value, change in (
+        ("--data.eval_size", "24", r"\(data.eval_size \d+ -> 24\)"),
+        ("--run.max_steps", "1", r"\(run.max_steps none -> 1\)"),
+        ("--data.root", str(another), r"\(dataset 50 images, content \w+ -> 40 images, content \w+\)"),
+    ):
+        assert re.search(
+            f"finished with another recipe or evaluation {change}", run_command(*words, option, value, status=2)
+        )
     assert "needs 2 or more" in run_command(*words, "--seeds", "1", status=2)
     assert "have one name" in run_command("compare", str(other), str(other), status=2)

@@ -29,6 +29,8 @@ from dali_train.runtime.status import START_AGAIN, read_status
 from tests.helpers import words
 
 CLASSES = {"dark": 60, "bright": 190}
+CHANGE = """
+config = config.replace({"data.eval_views": "mirrored"})"""
 LENGTH = words("--epochs 60 --schedule.warmup_epochs 0 --run.checkpoint_every_steps 5 --run.eval_every_epochs 60")
 
 
@@ -53,7 +55,9 @@ def start(source: Path, out: Path, *options: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-def test_from_a_folder_to_a_model_through_kills(photos: Path, tmp_path: Path) -> None:
+def test_from_a_folder_to_a_model_through_kills(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
     mistaken = start(photos, out, "--weights", str(tmp_path / "missing.pth"))
     assert mistaken.wait() == 2 and (out / "dataset" / "dataset.json").exists()
@@ -78,6 +82,14 @@ def test_from_a_folder_to_a_model_through_kills(photos: Path, tmp_path: Path) ->
     # Nothing is left to be done, and nothing else may be asked for in this directory.
     assert cli.main(["fit", str(photos), "--out", str(out), *LENGTH]) == 0
     assert cli.main(["fit", str(photos), "--out", str(out), "--model", "resnet18", *LENGTH]) == 2
+    capsys.readouterr()
+    (out / "fit.py").write_text((out / "fit.py").read_text() + CHANGE)
+    assert cli.main(["fit", str(photos), "--out", str(out), *LENGTH]) == 2
+    assert "(data.eval_views one -> mirrored): undo the change" in capsys.readouterr().err
+    shutil.copy(photos / "dark" / "00.jpg", photos / "dark" / "30.jpg")
+    assert cli.main(["fit", str(photos), "--out", str(out), *LENGTH]) == 2
+    (photos / "dark" / "30.jpg").unlink()
+    assert "was begun with the files of the source 60 files, content " in capsys.readouterr().err
     assert cli.main(["fit", str(photos), "--out", str(photos), *LENGTH]) == 2
     of_a_dataset = ["fit", str(out / "dataset"), "--out", str(tmp_path / "other"), "--validation-fraction", "0.2"]
     assert cli.main([*of_a_dataset, *LENGTH]) == 2 and not (tmp_path / "other").exists()

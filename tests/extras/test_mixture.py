@@ -1,5 +1,7 @@
 """Mixtures of datasets: exact shares in every micro-batch, each dataset in its own epochs, on any number of ranks."""
 
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -63,6 +65,29 @@ def stream(config: Config, steps: int) -> list[MicroBatch]:
     return [micro_batches(step, k) for step in range(steps) for k in range(micro_batches.num_per_step)]
 
 
+def random_mixtures() -> list[tuple[tuple[int, ...], int]]:
+    """A thousand with 3 to 12 sources."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(3, 13, 1000).tolist()
+    return [(tuple(rng.integers(1, 51, size).tolist()), int(rng.integers(1, 65))) for size in sizes]
+
+
+def check_shares(weights: tuple[float, ...], size: int, number: int) -> None:
+    shares = Shares(weights, size)
+    before = np.stack([shares.before(each) for each in range(number + 1)])
+    counts = np.diff(before, axis=0)
+    assert (counts.sum(axis=1) == size).all()
+    exact = [size * Fraction(repr(weight)) / sum(Fraction(repr(each)) for each in weights) for weight in weights]
+    for source, share in enumerate(exact):
+        assert counts[:, source].min() >= share - share % 1 and counts[:, source].max() < share + 1
+        assert max(abs(int(count) - each * share) for each, count in enumerate(before[:, source])) < 1
+
+
+def test_random_mixtures_have_their_shares() -> None:
+    for weights, size in random_mixtures():
+        check_shares(weights, size, 100)
+
+
 @pytest.mark.parametrize(
     ("weights", "size"),
     [
@@ -70,26 +95,25 @@ def stream(config: Config, steps: int) -> list[MicroBatch]:
         ((0.6, 0.4), 16),
         ((3, 1, 0), 10),
         ((0.1, 0.2, 0.7), 3),
-        ((5, 0, 5, 5, 7, 4, 6), 31),  # needs the second deadlines
+        ((5, 0, 5, 5, 7, 4, 6), 31),  # needs more than the next deadline
         ((4, 6, 6, 9, 9, 4, 9), 31),
+        ((30, 25, 30, 9, 9), 34),  # these three need more than the next two
+        ((6, 2, 8, 6, 3, 9), 11),
+        ((1, 2, 3, 3, 3, 3, 7, 7), 8),
         ((1_281_167, 50_000, 7), 256),
         ((1 / 3, 0.1, 2), 32),
     ],
 )
 def test_every_micro_batch_and_every_prefix_has_its_shares(weights: tuple[float, ...], size: int) -> None:
-    shares = Shares(weights, size)
-    before = np.stack([shares.before(number) for number in range(10_001)])
-    counts = np.diff(before, axis=0)
-    assert (counts.sum(axis=1) == size).all()
-    exact = [size * Fraction(repr(weight)) / sum(Fraction(repr(each)) for each in weights) for weight in weights]
-    for source, share in enumerate(exact):
-        assert counts[:, source].min() >= share - share % 1 and counts[:, source].max() < share + 1
-        assert max(abs(int(count) - number * share) for number, count in enumerate(before[:, source])) < 1
+    check_shares(weights, size, 10_000)
     # From the middle, as after a resume, and behind a whole period.
-    np.testing.assert_array_equal(Shares(weights, size).before(7_777), before[7_777])
+    shares = Shares(weights, size)
+    before = [shares.before(number) for number in (13, 7_777)]
+    np.testing.assert_array_equal(Shares(weights, size).before(7_777), before[1])
     if shares.period < 1000:
         far = 10**9 * shares.period + 13
-        assert [int(n) for n in shares.before(far) - before[13]] == [10**9 * shares.period * one for one in exact]
+        exact = [Fraction(repr(weight)) / sum(Fraction(repr(each)) for each in weights) for weight in weights]
+        assert [int(n) for n in shares.before(far) - before[0]] == [10**9 * shares.period * size * one for one in exact]
 
 
 IN_BLOCKS = {"data.shuffle": "block", "data.block_images": 4, "data.window_blocks": 2}
@@ -171,7 +195,7 @@ def test_a_loader_of_two_datasets_has_the_trainers_tensors(mixed: Config, art: P
             assert torch.equal(first.images[: 4 - int(is_art.sum())], images[: 4 - int(is_art.sum())])
     state = own.state_dict()
     other = TrainLoader({mixed.data.root: 0.5, str(art): 0.5}, batch_size=4, global_batch=32, image_size=32, **ALONE)
-    with pytest.raises(ConfigError, match=r"weights 0 0.6,0.4, .*weights 0 0.5,0.5, "):
+    with pytest.raises(ConfigError, match=r"mix source-1 \(weight\) 0.6 -> 0.5; mix source-2"):
         other.load_state_dict(state)
 
 
@@ -339,6 +363,27 @@ def test_a_mixture_with_several_labels_trains(mixed: Config, several: Path, art:
         assert names == label_texts(split)[image]
 
 
+def test_a_moved_run_is_judged_by_the_labels_of_the_mixture(
+    dataset: Path, several: Path, art: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not by those of data.root, which has one label an image and fewer classes."""
+    root, moved = tmp_path / "photos", tmp_path / "moved"
+    shutil.copytree(dataset, root)
+    mix = ("--data.root", str(root), "--data.mix", f"photos,{root},1", f"several,{several},1", f"art,{art},1")
+    options = words("--loss.name asymmetric --run.max_steps 2 --run.eval_every_epochs 0.01 --hooks.predictions 4")
+    printed = train("run", *mix, *options)
+    assert "mAP" in printed and "failed" not in printed
+    run = tmp_path / "run"
+    assert len((run / "predictions" / "step-00000002" / "classes.csv").read_text().splitlines()) == 1 + 9
+    for more in ((), ("--mistakes", str(tmp_path / "mistakes.png"))):
+        assert cli.main(["predict", str(run), *more]) == 0
+        printed = capsys.readouterr().out
+        assert "mAP" in printed and "nan" not in printed, printed
+    root.rename(moved)
+    assert cli.main(["prove", str(run), "--dataset", str(moved)]) == 0
+    assert "DIFFERS" not in capsys.readouterr().out
+
+
 def test_images_are_left_out_by_their_numbers_in_the_mixture(mixed: Config, tmp_path: Path) -> None:
     file = tmp_path / "excluded.csv"
     file.write_text("3\n52\n")
@@ -445,6 +490,9 @@ def test_a_run_is_proven_resumed_and_a_change_is_named(
     capsys.readouterr()
     assert prove(run, dataset=None, all_draws=True)
     check_what_shows_it(run, capsys)
+    assert cli.main(["predict", str(run), "--mistakes", str(tmp_path / "mistakes.png")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"drawing +- +of 0", printed) and "nan" not in printed
     for row, column, value, named in ((0, 2, 2, "photos (weight) 3 -> 2"), (1, 1, root, "art (dataset) 21 images")):
         settings = config.replace({"data.mix": [list(each) for each in config.data.mix]}).flat()["data.mix"]
         changed = [list(each) for each in settings]

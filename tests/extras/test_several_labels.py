@@ -415,8 +415,26 @@ def test_measures_are_scikit_learns() -> None:
     theirs = average_precision_score(own[:, :5], scores[:, :5], average=None)
     np.testing.assert_allclose(average_precisions(scores, own)[:5], theirs, rtol=0, atol=1e-12)
     assert np.isnan(average_precisions(scores, own)[5])
+    # What scikit-learn refuses: NaN is the lowest score, and equal infinities are ties, in whatever rows.
+    lowest, infinite = (np.where(scores > 0.7, value, scores) for value in (-9.0, np.inf))
+    broken = np.where(scores > 0.7, np.nan, scores)
+    np.testing.assert_array_equal(average_precisions(broken, own), average_precisions(lowest, own))
+    np.testing.assert_array_equal(average_precisions(infinite, own), average_precisions(infinite.clip(max=9), own))
+    np.testing.assert_allclose(average_precisions(np.full((300, 6), np.nan), own)[:5], own[:, :5].mean(axis=0))
     for ours, average in zip(f1_scores(scores > 0, own), ("micro", "macro", "samples"), strict=True):
         assert ours == pytest.approx(f1_score(own, scores > 0, average=average, zero_division=0), abs=1e-12)
+
+
+def test_a_split_without_labels_is_refused(table: Path, tmp_path: Path) -> None:
+    unlabelled, index = table.parent / "unlabelled.csv", tmp_path / "index"
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    unlabelled.write_text(
+        "\n".join(",".join([file, "" if split == "val" else label, split]) for file, label, split in rows)
+    )
+    assert main(["data", "index", str(unlabelled), "--out", str(index), "--label-separator", ";"]) == 0
+    path = tmp_path / "config.py"
+    path.write_text(TINY_CONFIG.format(root=str(index)))
+    assert main(["train", "--config", str(path), "--run.dir", str(tmp_path / "run"), "--loss.name", "asymmetric"]) == 2
 
 
 def test_steps_are_those_of_a_plain_loop(several_config: Path, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ import gc
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import dali_train
 from dali_train import EvalLoader, TrainLoader, View
 from dali_train.config import Config, load_config
+from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.loading.pipelines import Batch, DaliPipeline
@@ -251,17 +254,153 @@ def test_mistakes_name_keyword_value_and_remedy(keywords: dict[str, Any], messag
     assert str(found.value).startswith(message)
 
 
+# Each setting that decides samples, with another value than the state's: keywords of both loaders, and of the second.
+OTHER_SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "data.mix_until": ({}, {"mix_until": ((2, 1),)}),
+    "data.mix_classes": ({}, {"mix_classes": "by-name"}),
+    "data.epoch_images": ({}, {"epoch_images": 40}),
+    "data.seed": ({}, {"seed": 1}),
+    "data.shuffle": ({}, {"shuffle": "balanced"}),
+    "data.block_images": ({"shuffle": "block", "block_images": 4}, {"block_images": 8}),
+    "data.window_blocks": ({"shuffle": "block", "window_blocks": 4}, {"window_blocks": 2}),
+    "data.reader": ({}, {"reader": "synthetic"}),
+    "data.train_size": ({}, {"image_size": 40}),
+    "data.progressive": ({}, {"progressive": ((2, 16),)}),
+    "data.crop": ({}, {"crop": "inception"}),
+    "data.crop_area": ({}, {"crop_area": (0.5, 1)}),
+    "data.crop_aspect": ({}, {"crop_aspect": (1, 1)}),
+    "data.crop_side": ({}, {"crop_side": 20}),
+    "data.crop_padding": ({"crop_side": 20}, {"crop_padding": 2}),
+    "data.crop_padding_mode": ({"crop_side": 20, "crop_padding": 2}, {"crop_padding_mode": "reflect"}),
+    "data.horizontal_flip": ({}, {"horizontal_flip": 0.1}),
+    "data.vertical_flip": ({}, {"vertical_flip": 0.1}),
+    "data.alternating_flip": ({}, {"alternating_flip": True}),
+    "data.augment": ({}, {"augment": "trivial"}),
+    "data.color_jitter": ({}, {"color_jitter": 0.4}),
+    "data.hue_jitter": ({}, {"hue_jitter": 0.1}),
+    "data.color_jitter_probability": ({"color_jitter": 0.4}, {"color_jitter_probability": 0.5}),
+    "data.grayscale": ({}, {"grayscale": 0.5}),
+    "data.gaussian_blur": ({}, {"gaussian_blur": 0.5}),
+    "data.random_erasing": ({}, {"random_erasing": 0.5}),
+    "data.random_erasing_fill": ({"random_erasing": 0.5}, {"random_erasing_fill": "noise"}),
+    "data.exclude": ({}, {"exclude": EXCLUDED}),
+    "data.repeats": ({}, {"repeats": 2}),
+    "data.interpolation": ({}, {"interpolation": "bicubic"}),
+    "data.antialias": ({}, {"antialias": False}),
+    "data.normalise": ({}, {"normalise": "imagenet"}),
+    "batch.micro_batch": ({}, {"batch_size": 2}),
+    "mixup.alpha": ({}, {"mixup": {"alpha": 0.2}}),
+    "mixup.cutmix_alpha": ({}, {"mixup": {"cutmix_alpha": 1}}),
+    "mixup.probability": ({"mixup": {"alpha": 0.2}}, {"mixup": {"alpha": 0.2, "probability": 0.5}}),
+    "mixup.switch_probability": (
+        {"mixup": {"alpha": 0.2, "cutmix_alpha": 1}},
+        {"mixup": {"alpha": 0.2, "cutmix_alpha": 1, "switch_probability": 0.1}},
+    ),
+    "mixup.until_epoch": ({"mixup": {"alpha": 0.2}}, {"mixup": {"alpha": 0.2, "until_epoch": 1}}),
+    "views": ({}, {"views": 2}),
+    "split": ({}, {"split": "validation"}),
+}
+SAME_SAMPLES: dict[str, Any] = {
+    "data.read_ahead_mb": 0,
+    "data.cache_gb": 1.0,
+    "data.hw_decoder_load": 0.5,
+    "data.eval_resize": "squash",
+    "data.eval_resize_to": 300,
+    "data.eval_size": 32,
+    "data.eval_interpolation": "bicubic",
+    "data.eval_sets": (("more", "elsewhere"),),
+    "data.eval_views": "mirrored",
+}
+# Other keywords of a loader. What its data.cache and data.device give is compared elsewhere.
+NO_SETTINGS = {"data.root", "data.mix", "data.local_copy", "data.num_threads", "data.cache", "data.device"}
+
+
+def test_a_state_of_other_samples_is_refused(dataset: Path, tmp_path: Path) -> None:
+    of_samples = {name for name in SETTINGS if name.startswith(("data.", "batch.", "mixup."))}
+    assert of_samples - OTHER_SAMPLES.keys() - SAME_SAMPLES.keys() - NO_SETTINGS == {"batch.global_batch"}
+    for name, (both, other) in OTHER_SAMPLES.items():
+        options: dict[str, Any] = {**ALONE, "batch_size": 4, "global_batch": 8, "image_size": 32, **both}
+        source = {dataset: 1} if name in ("data.mix_until", "data.mix_classes", "data.epoch_images") else dataset
+        state = json.loads(json.dumps(TrainLoader(source, **options).state_dict()))
+        TrainLoader(source, **options).load_state_dict(state)
+        changed = TrainLoader(source, **options | other)
+        keyword = {"data.train_size": "image_size", "batch.micro_batch": "batch_size"}.get(name, name)
+        keyword = keyword.removeprefix("data.").replace(".", " ")
+        with pytest.raises(ConfigError, match=f"other samples than this loader's:.*{keyword.removeprefix('data.')}"):
+            changed.load_state_dict({**state, "step": 1})
+        changed.load_state_dict({**changed.state_dict(), "step": 1})
+        assert changed.step == 1
+
+
+def test_a_state_is_of_a_mixtures_classes_too(dataset: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / "renamed"
+    shutil.copytree(dataset, renamed)
+    manifest = json.loads((renamed / "dataset.json").read_text())
+    manifest["class_names"][1] = "another"
+    (renamed / "dataset.json").write_text(json.dumps(manifest))
+    state = TrainLoader({dataset: 1}, batch_size=4, **ALONE).state_dict()
+    with pytest.raises(ConfigError, match=r"class_names .*another"):
+        TrainLoader({renamed: 1}, batch_size=4, **ALONE).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", SAME_SAMPLES)
+def test_a_state_does_not_depend_on_what_decides_no_samples(name: str, dataset: Path) -> None:
+    options: dict[str, Any] = {**ALONE, "batch_size": 4, "image_size": 32}
+    first = TrainLoader(dataset, **options)
+    second = TrainLoader(dataset, **{**options, name.removeprefix("data."): SAME_SAMPLES[name]})
+    first.next()
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.next().images, second.next().images)
+
+
 def test_a_state_of_something_else_is_refused(dataset: Path) -> None:
     options: dict[str, Any] = {**ALONE, "batch_size": 4, "image_size": 32}
     loader = TrainLoader(dataset, **options)
     state = loader.state_dict()
-    for name, value in {"seed": 1, "batch_size": 8, "dataset": "50 images", "shuffle": None, "step": "0"}.items():
-        with pytest.raises(ConfigError, match=f"the state to load has {name} {value!r} and this loader"):
+    for name, value in {"step": "0", "global_batch": None, "samples": "50 images"}.items():
+        with pytest.raises(ConfigError, match=f"the state to load has {name} {value!r}: use a state of this version"):
             loader.load_state_dict({**state, name: value})
-    with pytest.raises(ConfigError, match=r"dataset '50 images.* and this loader '50 images.* 48 of them"):
-        TrainLoader(dataset, exclude=EXCLUDED, **options).load_state_dict(state)
     with pytest.raises(ConfigError, match="global_batch is 64, more than an epoch's 50 images: use at most that"):
         next(iter(TrainLoader(dataset, global_batch=64, **options)))
+
+
+def test_one_iteration_and_one_thread_at_a_time(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    val = EvalLoader(dataset, batch_size=4, image_size=32, **ALONE)
+    with pytest.raises(RunError, match="another iteration of this loader has begun"):
+        for _ in zip(val, val, strict=True):
+            pass
+    assert sum(len(labels) for _, labels in val) == len(Split(dataset, "validation"))
+    for wrong, message in (
+        ({"dataset": {dataset: 1}}, "an EvalLoader has one dataset, and not a mixture"),
+        ({"mix": (("a", str(dataset), 1),)}, "an EvalLoader has one dataset, and not a mixture"),
+        ({"exclude": EXCLUDED}, r"exclude is .*excluded.csv, a list of images for a TrainLoader: leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EvalLoader(**{"dataset": dataset, "batch_size": 4, **ALONE, **wrong})
+
+    train = TrainLoader(dataset, batch_size=4, image_size=32, **ALONE)
+    is_waiting, may_go_on = threading.Event(), threading.Event()
+
+    def wait() -> Batch:
+        is_waiting.set()
+        assert may_go_on.wait(60)
+        return take()
+
+    take = train._next
+    monkeypatch.setattr(train, "_next", wait)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(train.next)
+        assert is_waiting.wait(60)
+        with pytest.raises(RunError, match="two threads take micro-batches from one loader at the same time"):
+            train.next()
+        may_go_on.set()
+        assert torch.equal(
+            first.result().images, TrainLoader(dataset, batch_size=4, image_size=32, **ALONE).next().images
+        )
+    monkeypatch.undo()
+    assert train.next().micro_batch.step == 1  # one after the other, of whichever thread
+    with pytest.raises(ConfigError, match=r"set_epoch\(-1\): use a number from 0 on"):
+        train.set_epoch(-1)
 
 
 def test_what_it_imports(dataset: Path) -> None:

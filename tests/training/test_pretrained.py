@@ -49,9 +49,13 @@ def test_weights_come_from_a_file(weights: tuple[str, dict[str, torch.Tensor]]) 
 def test_other_classes_get_a_new_classifier(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
     path, expected = weights
     first, second = (build_model(config(weights=path), 3, CPU, with_weights=True).state_dict() for _ in range(2))
-    assert first["head.weight"].shape == (3, 32)
-    assert torch.equal(first["head.weight"], second["head.weight"])
+    assert torch.equal(first["head.weight"], torch.zeros(3, 32)) and not first["head.bias"].any()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert torch.equal(first["blocks.0.attn.qkv.weight"], expected["blocks.0.attn.qkv.weight"])
+    random = config(weights=path, head_scale=1.0)
+    first, second = (build_model(random, 3, CPU, with_weights=True).state_dict() for _ in range(2))
+    assert first["head.weight"].any() and torch.equal(first["head.weight"], second["head.weight"])
+    assert build_model(config(), 3, CPU).state_dict()["head.weight"].any()  # without weights
 
 
 def test_classes_are_matched_by_name(weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:

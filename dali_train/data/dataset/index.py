@@ -4,6 +4,7 @@ One row of the index describes one image: its shard, the byte range of the encod
 pixels. With it a slice of a memory map is the JPEG, and training parses nothing. `write_index` makes the index.
 """
 
+import csv
 import mmap
 import os
 import re
@@ -413,6 +414,7 @@ class Split:
                 )
 
 
+CHECK_EXCLUDED = "dali_train.extras.image_names:check_excluded"
 MIXED_SPLIT = "dali_train.extras.mixture.dataset:open_mixed"
 MIXED_MANIFEST = "dali_train.extras.mixture.dataset:mixed_manifest"
 
@@ -432,11 +434,14 @@ def open_split(
     Raises:
         ConfigError, DatasetError: see `Split`; or the datasets of data.mix do not go together.
     """
-    if data.mix:
-        mixed: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local, several_labels=several_labels)
-        return mixed
     exclude = data.exclude if name == "train" else None
-    return Split(data.root, name, local=local, exclude=exclude, several_labels=several_labels)
+    if data.mix:
+        split: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local, several_labels=several_labels)
+    else:
+        split = Split(data.root, name, local=local, exclude=exclude, several_labels=several_labels)
+    if exclude is not None and any(excluded_images(exclude, len(split)).values()):
+        load_row(CHECK_EXCLUDED, "data.exclude")(split, exclude)
+    return split
 
 
 def read_manifest(data: DataConfig) -> Manifest:
@@ -483,30 +488,41 @@ def read_labels(path: Path, split: Split) -> NDArray[np.int64]:
 
 
 def kept_images(path: Path | str, num_images: int) -> NDArray[np.bool_]:
-    """Return which of `num_images` images a file does not exclude, (num_images,).
+    """Return which of `num_images` images a file does not exclude, (num_images,). Raises ConfigError: see
+    `excluded_images`, or it leaves no image."""
+    kept = np.ones(num_images, dtype=np.bool_)
+    kept[list(excluded_images(path, num_images))] = False
+    if not kept.any():
+        raise ConfigError(f"data.exclude is {path}, which leaves none of {num_images} images: exclude fewer")
+    return kept
+
+
+def excluded_images(path: Path | str, num_images: int) -> dict[int, str]:
+    """Return the images that a file excludes, and the file of each if the list has a column of that name, else "".
 
     The file has an image's number in each line, or in the first column of a CSV file, whose heading is passed over.
 
     Raises:
-        ConfigError: it cannot be read, has anything else, or leaves no image.
+        ConfigError: it cannot be read, or has anything else.
     """
     use = f"use the numbers of images from 0 to {num_images - 1}, one a line or in the first column"
     try:
         lines = read_limited(Path(path), _LARGEST_EXCLUDED).decode().splitlines()
     except (OSError, ForeignFileError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.exclude is {path}, which cannot be read ({error}): {use}") from None
-    kept = np.ones(num_images, dtype=np.bool_)
+    found: dict[int, str] = {}
+    of_file = None  # the column
     for number, line in enumerate(lines, 1):
-        cell = line.partition(",")[0].strip()
-        is_heading = number == 1 and not re.search(r"\d", cell)
-        if not cell or is_heading:
+        cell, *others = (text.strip() for text in next(csv.reader([line]), [""]))
+        if number == 1 and cell and not re.search(r"\d", cell):
+            of_file = others.index("file") if "file" in others else None
+            continue
+        if not cell:
             continue
         if not cell.isascii() or not cell.isdecimal() or int(cell) >= num_images:
             raise ConfigError(f"data.exclude is {path}, whose line {number} begins with {printable(cell)!r:.40}: {use}")
-        kept[int(cell)] = False
-    if not kept.any():
-        raise ConfigError(f"data.exclude is {path}, which leaves none of {num_images} images: {use}, of fewer images")
-    return kept
+        found[int(cell)] = others[of_file] if of_file is not None and of_file < len(others) else ""
+    return found
 
 
 def sizes_of(rows: NDArray[np.void]) -> NDArray[np.int32]:

@@ -8,23 +8,25 @@ few numbers, which any number of coordinates can load.
 
 import gc
 import itertools
+import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
-from dali_train.config.check import as_typed, load_row, require
+from dali_train.config.check import load_row, require
 from dali_train.data.dataset.index import Split, open_split
-from dali_train.data.dataset.manifest import CONTENT, SplitName, dataset_content
+from dali_train.data.dataset.manifest import SplitName
+from dali_train.data.dataset.sample_recipe import changes_between, dataset_fields, sample_settings
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading.cache import Node
 from dali_train.data.loading.decoders import PixelFormat
@@ -167,8 +169,6 @@ class TrainLoader(_Loader[TrainingPipeline]):
         DatasetError: the dataset does not exist, or is damaged.
     """
 
-    _views: tuple[View, ...] = ()
-
     def __init__(
         self,
         dataset: str | os.PathLike[str] | Mapping[str, float],
@@ -210,8 +210,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
                 pixels,
                 place,
                 place.node(data),
+                views=checked_views(views, config),
             )
-            self._views = checked_views(views, config)
         self._fixed_global_batch = global_batch is not None
         self._targets = targets
 
@@ -242,6 +242,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         *,
         decodes: bool = True,
         step: int = 0,
+        views: tuple[View, ...] = (),
     ) -> None:
         super().__init__(split, place, config.data)
         self.config = config
@@ -250,8 +251,11 @@ class TrainLoader(_Loader[TrainingPipeline]):
         self._decodes = decodes
         self._fixed_global_batch = True
         self._targets = "classes"
+        self._views = views
+        self._taking = threading.RLock()
         self.micro_batch: MicroBatch | None = None
         """Of what was last returned: indices, boxes, flips, partners, ...; None before the first."""
+        self._samples = self._what_decides_samples()
         self._go_to(step)
         config.batch.grad_accum_steps(place.dp_size)  # raises ConfigError if there are more coordinates than that
 
@@ -305,7 +309,12 @@ class TrainLoader(_Loader[TrainingPipeline]):
         return self.config.steps(epochs, self._split.num_images)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`, unless the next micro-batch is in it, as after a resume in its middle."""
+        """Go to the beginning of `epoch`, unless the next micro-batch is in it, as after a resume in its middle.
+
+        Raises:
+            ConfigError: it is below 0.
+        """
+        require(epoch >= 0, f"set_epoch({epoch}): use a number from 0 on")
         if epoch != self.epoch:
             self.close()
             self._go_to(self.steps(epoch))
@@ -315,9 +324,21 @@ class TrainLoader(_Loader[TrainingPipeline]):
 
         Raises:
             DatasetError: an image cannot be decoded, or its bytes are damaged.
-            RunError: this process is a fork of the loader's.
+            RunError: this process is a fork of the loader's, or another thread is waiting for a micro-batch.
         """
         self._require_own_process()
+        # A lock that its thread may take again: an interrupt may come before the release.
+        if not self._taking.acquire(blocking=False):
+            raise RunError(
+                "two threads take micro-batches from one loader at the same time, so neither would know which are its "
+                "own: make a loader for each, or let one thread take them"
+            )
+        try:
+            return self._next()
+        finally:
+            self._taking.release()
+
+    def _next(self) -> Batch:
         expected = (self._step, self._numbers[self._num_done])
         try:
             if self._pipeline is None or self._step >= self._segment.end_step:
@@ -363,26 +384,29 @@ class TrainLoader(_Loader[TrainingPipeline]):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind what was last returned, and what it is a position in: numbers and short texts.
+        """Return the position behind what was last returned, and what it is a position in, as plain JSON values.
 
         In the middle of an accumulated step it is the step's beginning, since no checkpoint has the gradients so far.
         """
-        return {"step": self._step, "global_batch": self.config.batch.global_batch, **self._identity()}
+        return {"step": self._step, "global_batch": self.config.batch.global_batch, "samples": dict(self._samples)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`, of any number of coordinates.
 
         Raises:
-            ConfigError: it is of another dataset, batch or order; the message names the difference.
+            ConfigError: its samples are others than this loader's; the message names the difference.
         """
         with in_keywords():
-            for name, own in {"step": 0, "global_batch": 0, **self._identity()}.items():
+            for name, kind in {"step": int, "global_batch": int, "samples": dict}.items():
                 value = state.get(name)
-                require(
-                    type(value) is type(own) and (value == own or name in ("step", "global_batch")),
-                    f"the state to load has {name} {value!r} and this loader {own!r}: make the loader with the "
-                    "dataset and settings of the one whose state it is",
-                )
+                require(type(value) is kind, f"the state to load has {name} {value!r}: use a state of this version")
+            changes = changes_between(state["samples"], self._samples)
+            require(
+                not changes,
+                f"the state to load is of other samples than this loader's: {'; '.join(changes)}. Make the loader with "
+                "the dataset and settings of the one whose state it is; or, to go on from its step with these, load "
+                "{**loader.state_dict(), 'step': state['step']}",
+            )
             size = state["global_batch"]
             own_size = self.config.batch.global_batch
             require(
@@ -396,21 +420,13 @@ class TrainLoader(_Loader[TrainingPipeline]):
         self.config = replace(self.config, batch=batch)
         self._go_to(state["step"])
 
-    def _identity(self) -> dict[str, Any]:
-        data = self.config.data
-        order = {"seed": data.seed, "shuffle": data.shuffle, "repeats": data.repeats}
-        dataset = dataset_content(self._split.manifest)
-        if self._split.kept is not None:
-            dataset += f", {self._split.num_images} of them, {CONTENT}{crc32c(self._split.kept.tobytes()):08x}"
-        if data.mix:
-            dataset += f", weights {as_typed(tuple(data.mix_weights))}, {data.epoch_images or 'all'} images an epoch"
-        return {
-            "batch_size": self.config.batch.micro_batch,
-            **order,
-            "dataset": dataset,
-        }
-
     # Inside
+
+    def _what_decides_samples(self) -> dict[str, Any]:
+        """Return the settings and the content of the dataset, by which states are compared."""
+        fields = {**sample_settings(self.config), **dataset_fields(self._split.manifest), "split": self._split.name}
+        del fields["batch.global_batch"]  # which a state gives
+        return fields | {"views": json.loads(json.dumps([asdict(view) for view in self._views]))}
 
     @property
     def _numbers(self) -> range:
@@ -507,6 +523,8 @@ class EvalLoader(_Loader[EvaluationPipeline]):
     Args:
         settings: data.eval_resize_to, eval_resize, interpolation, antialias, normalise, ... by these names. For the
             other arguments and the errors see `TrainLoader`.
+
+    Iterating raises RunError where another iteration has begun since, as of ``zip(loader, loader)``.
     """
 
     def __init__(
@@ -527,6 +545,15 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         **settings: Any,
     ) -> None:
         with in_keywords():
+            require(
+                not isinstance(dataset, Mapping) and "mix" not in settings,
+                "an EvalLoader has one dataset, and not a mixture: use its directory or URL. The classes of a mixture "
+                "begin with those of its first dataset, in their order",
+            )
+            require(
+                "exclude" not in settings,
+                f"exclude is {settings.get('exclude')}, a list of images for a TrainLoader: leave it out",
+            )
             data = data_config(dataset, "eval_size", image_size, decode_device, settings)
             place = Place.find(dp_rank, dp_size, group, device, num_threads)
             size = BatchConfig(global_batch=batch_size, micro_batch=batch_size).micro_batch
@@ -573,6 +600,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         self.indices: NDArray[np.int64] = images[:0]
         """The rows of the split of the batch last returned, (n,)."""
         self._is_at_start = True
+        self._num_begun = 0  # iterations
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -586,7 +614,14 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         if not self._is_at_start:  # the last one was left in the middle
             self.close()
         self._is_at_start = True
+        self._num_begun += 1
+        own_number = self._num_begun
         for numbers in self.batches:
+            if self._num_begun != own_number:
+                raise RunError(
+                    "another iteration of this loader has begun, and took its images: iterate again when one has "
+                    "ended, or make a loader for each"
+                )
             self._is_at_start = False
             if self._pipeline is None:
                 self._open()

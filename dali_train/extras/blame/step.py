@@ -28,7 +28,8 @@ from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.progress import Progress
 from dali_train.errors import ConfigError
-from dali_train.extras.pictures.predictions import file_names, sample_images, sheet
+from dali_train.extras.image_names import file_names
+from dali_train.extras.pictures.predictions import sample_images, sheet
 from dali_train.extras.proof.prove import with_dataset
 from dali_train.extras.proof.replay import Recorded, before, check_same_recipe
 from dali_train.runtime.launch import LaunchOptions

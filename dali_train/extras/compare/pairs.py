@@ -11,11 +11,12 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from dali_train.checkpoint.recipe import changes_between, recipe_settings
+from dali_train.checkpoint.recipe import changes_of_result, recipe_settings
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.train import run
 from dali_train.config import Config
 from dali_train.config.command_line import config_with
+from dali_train.data.dataset.sample_recipe import changes_between
 from dali_train.errors import ConfigError
 from dali_train.extras.pictures.predictions import write_table
 from dali_train.runtime.status import decisive, read_status
@@ -132,15 +133,17 @@ def trained_accuracy(config: Config) -> float | None:
     """Return the last top-1 of a run, a fraction, which is trained unless it has finished; None: it was stopped.
 
     Raises:
-        ConfigError: it has finished with other settings than these, or was not evaluated.
+        ConfigError: it has finished with other settings or another dataset than these, or was not evaluated.
+        CheckpointError: it has finished, and no checkpoint is left that says with what.
+        DatasetError: the dataset is not here.
     """
     directory = Path(config.run.dir)
     status = read_status(directory)
     if status is not None and status.state == "finished":
-        changes = changes_between(recipe_settings(RunDirectory(directory).config), recipe_settings(config))
-        if changes:
+        if changes := changes_of_result(RunDirectory(directory), config):
             raise ConfigError(
-                f"{directory} has finished with other settings ({'; '.join(changes)}): use another directory of runs"
+                f"{directory} has finished with another recipe or evaluation ({'; '.join(changes)}): use another "
+                "directory of runs"
             )
     elif run(config).stopped != StopReason.NONE:
         return None

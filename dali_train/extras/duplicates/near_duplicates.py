@@ -28,7 +28,8 @@ from dali_train.data.dataset.storage import Storage, open_shards, read_stored
 from dali_train.data.dataset.write_index import map_shards
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
-from dali_train.extras.pictures.predictions import file_names, write_table
+from dali_train.extras.image_names import file_names
+from dali_train.extras.pictures.predictions import write_table
 from dali_train.text import aligned, plural
 
 # docs/measurements/duplicates.md: copies that were resized and compressed again differ in at most 6 and 12 bits.

@@ -7,7 +7,9 @@ command does it again, and each of them resumes.
 
 import argparse
 import ctypes
+import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,12 +23,13 @@ from typing import Any
 
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.arguments import refuse_numbers
-from dali_train.config.command_line import read_overrides
+from dali_train.config.command_line import config_with, read_overrides
 from dali_train.data.convert.datasets import in_place
-from dali_train.data.dataset.manifest import Manifest, split_folders_among, splits_of_words
+from dali_train.data.dataset.index import read_manifest
+from dali_train.data.dataset.manifest import CONTENT, Manifest, split_folders_among, splits_of_words
 from dali_train.errors import ConfigError, NoDatasetError
 from dali_train.extras.formats.table import has_validation
-from dali_train.files import ForeignFileError, read_json, write_atomically
+from dali_train.files import ForeignFileError, read_json, sha256, write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import FINISHED, START_AGAIN, best_evaluation, decisive, read_status
 from dali_train.text import duration, plural, printable, shell_command
@@ -112,6 +115,7 @@ class Fit:
                 raise ConfigError(f"--{name} with fit, which {_NOT_FOR_TRAIN[name]}")
         of_images = {
             "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
+            "the files of the source": _content_of(options.source, self._out),
             **{_option(name): value for name, value in self._of_index.items()},
         }
         of_config = {
@@ -142,7 +146,7 @@ class Fit:
         if (self._out / "config.json").exists():
             used |= of_training
         for name, value in used.items():
-            if before.get(name) != value:
+            if before.get(name, value) != value:  # an earlier version lacks a name
                 raise ConfigError(
                     f"--out {self._out} was begun with {name} {before.get(name)}, not {value}: start that command "
                     "again, or name another directory with --out"
@@ -183,10 +187,25 @@ class Fit:
         return [*words, "--validation-fraction", f"{_FRACTION if fraction is None else fraction:g}"]
 
     def _is_trained(self) -> bool:
+        """Return whether the run has finished. Raises ConfigError: with other settings than fit.py has now."""
         with suppress(OSError):
             status = read_status(self._out)
-            return status is not None and status.state == "finished"
+            if status is not None and status.state == "finished":
+                self._refuse_changes()
+                return True
         return False
+
+    def _refuse_changes(self) -> None:
+        from dali_train.checkpoint.recipe import changes_of_result  # torch and timm take seconds
+
+        run = RunDirectory(self._out)
+        file, size = self._out / "fit.py", run.config.batch.micro_batch
+        config = config_with(file, self._overrides, "dali-train fit", micro_batch=lambda *_: size)  # where it is auto
+        if changes := changes_of_result(run, config):
+            raise ConfigError(
+                f"{self._out} has finished with another recipe or evaluation than {file} and the dataset have now "
+                f"({'; '.join(changes)}): undo the change, or name another directory with --out"
+            )
 
     def _with_time_left(self, words: list[str]) -> list[str]:
         """Return the command of a step with what is left of --for, which counts from the start of `fit`."""
@@ -229,7 +248,7 @@ class Fit:
             f"  dali-train {rest}"
             for rest in (f"predict {out} IMAGE...", f"export {out} --format onnx", f"prove {out}")
         ]
-        num_images = Manifest.read(run.config.data.root).splits["train"].num_records
+        num_images = read_manifest(run.config.data).splits["train"].num_records
         if run.config.model.weights is None and num_images < _FEW_IMAGES:
             lines.append(
                 f"{num_images:,} images are few for a network that begins with random weights: --weights FILE, or "
@@ -237,6 +256,26 @@ class Fit:
                 "is far more accurate"
             )
         return "\n".join(lines)
+
+
+def _content_of(source: str, out: Path) -> str:
+    """Return a digest that changes with the files of a directory, by their names and sizes, or with the bytes of a
+    table; empty for an object store, and for a dataset, whose files are its own.
+
+    Args:
+        out: a directory to leave out, should it lie in the source.
+    """
+    if is_remote(source) or _is_dataset(source):
+        return ""
+    if Path(source).is_file():
+        return f"{CONTENT}{sha256(Path(source))[:16]}"
+    names = []
+    for directory, folders, files in os.walk(source):
+        folders[:] = [folder for folder in folders if Path(directory, folder).absolute() != out.absolute()]
+        paths = [f"{directory}/{file}" for file in files]
+        names += [(path, os.lstat(path).st_size) for path in paths]
+    digest = hashlib.sha256(json.dumps(sorted(names)).encode()).hexdigest()
+    return f"{plural(len(names), 'file')}, {CONTENT}{digest[:16]}"
 
 
 def _option(name: str) -> str:

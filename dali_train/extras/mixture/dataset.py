@@ -22,6 +22,7 @@ from dali_train.data.dataset.manifest import (
     dataset_content,
     metadata_directory,
 )
+from dali_train.data.dataset.sample_recipe import names_content
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.mixture.merge import mixed_order
 from dali_train.extras.mixture.mixed_classes import class_names, class_numbers, united_sets
@@ -242,8 +243,6 @@ def mixed_recipe(data: DataConfig) -> dict[str, Any]:
 
     Raises DatasetError: see `read_manifests`.
     """
-    from dali_train.checkpoint.recipe import names_content  # imports timm, which a loader does without
-
     fields: dict[str, Any] = {"data.mix": [name for name, _, _ in data.mix]}
     for (name, _, weight), manifest in zip(data.mix, read_manifests(data), strict=True):
         fields[f"data.mix {name} (weight)"] = weight

@@ -21,10 +21,10 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from dali_train.config import DataConfig, HooksConfig
-from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import open_shards, open_storage, read_stored
+from dali_train.data.dataset.index import Split, open_split
+from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.pipelines import Batch
-from dali_train.extras.image_names import ImageNames
+from dali_train.extras.image_names import file_names
 from dali_train.extras.pictures.sheets import contact_sheet, picture
 from dali_train.files import remove_written, write_atomically
 from dali_train.hooks import Hook
@@ -109,22 +109,6 @@ class SampleImages(Hook):
 _THUMBNAIL = 128  # pixels
 
 
-def file_names(split: Split, numbers: NDArray[np.int64]) -> list[str]:
-    """Return the names of these images' files, see `ImageNames`; empty where a record has none, or is in an object
-    store, where each name costs a request. In a mixture the name of the image's dataset stands before it."""
-    names: dict[Split, ImageNames] = {}
-    files = []
-    for image in numbers.tolist():
-        source, number = split.locate(image)
-        file = ""
-        if source.files is not None or source.url is None:
-            if source not in names:
-                names[source] = ImageNames(source, open_shards(source))
-            file = printable(names[source].find(number) or "")
-        files.append(f"{source.source_name}: {file}" if source.source_name else file)
-    return files
-
-
 def prediction_table(
     details: EvaluationDetails, names: Sequence[str], files: Sequence[str]
 ) -> tuple[list[str], list[list[Any]]]:
@@ -192,7 +176,7 @@ class PredictionFiles(Hook):
         self._save_images(details.shown)
         directory = self._directory / f"step-{record.step:08d}"
         if self._files is None:
-            self._files = file_names(Split(self._start.config.data.root, "validation"), details.shown)
+            self._files = file_names(self._split, details.shown)
         columns, rows = prediction_table(details, self._names, self._files)
         write_table(directory / "predictions.csv", columns, rows)
         tables = ClassTables(details.labels, details.predictions, len(self._names))
@@ -222,9 +206,12 @@ class PredictionFiles(Hook):
         self._retire(directory)
 
     @cached_property
+    def _split(self) -> Split:
+        return open_split(self._start.config.data, "validation", several_labels=True)
+
+    @cached_property
     def _images_per_class(self) -> list[int]:
-        split = Split(self._start.config.data.root, "validation", several_labels=True)
-        return split.count_classes(split.rows["label"]).tolist()
+        return self._split.count_classes(self._split.rows["label"]).tolist()
 
     def _retire(self, newest: Path) -> None:
         """Remove the tables of evaluations whose checkpoints are gone: 300 epochs would leave 900 files."""
@@ -236,10 +223,9 @@ class PredictionFiles(Hook):
         directory = self._directory / "images"
         if directory.exists():
             return
-        data = self._start.config.data
         partial = directory.with_suffix(".partial")
         partial.mkdir(parents=True, exist_ok=True)
-        images = thumbnails(Split(data.root, "validation"), data, shown)
+        images = thumbnails(self._split, self._start.config.data, shown)
         for number, image in zip(shown.tolist(), images, strict=True):
             image.save(partial / f"{number}.png")
         partial.rename(directory)

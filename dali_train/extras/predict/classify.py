@@ -31,14 +31,15 @@ from dali_train.data.dataset.image_file import (
     decode_rgb,
     image_size,
 )
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.decoders import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError
+from dali_train.extras.image_names import file_names
 from dali_train.extras.indexing.foreign_shards import build_index
-from dali_train.extras.pictures.predictions import file_names, write_table
+from dali_train.extras.pictures.predictions import write_table
 from dali_train.extras.pictures.sheets import contact_sheet
 from dali_train.files import read_limited, temporary_directory
 from dali_train.text import plural, printable
@@ -325,7 +326,7 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
     """Print top-1 on the validation split, or mAP with several labels an image, decoded and resized by DALI and by PIL,
     and DALI's accuracy by class; write the top 5 classes that DALI's decoding gives into `table`."""
     data = trained.config.data
-    split = Split(data.root, "validation", several_labels=True)
+    split = open_split(data, "validation", several_labels=True)
     if split.manifest.encoding == "raw":
         raise ConfigError(
             f"{data.root} holds raw pixels, so there are no decoders to compare: name image files to classify"

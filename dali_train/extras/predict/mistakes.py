@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from dali_train.checkpoint.run_directory import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config.check import load_row
-from dali_train.data.dataset.index import Split
-from dali_train.extras.pictures.predictions import file_names, thumbnails
+from dali_train.data.dataset.index import Split, open_split
+from dali_train.extras.image_names import file_names
+from dali_train.extras.pictures.predictions import thumbnails
 from dali_train.extras.pictures.sheets import contact_sheet
 from dali_train.extras.predict.classify import batches_of, logits
 from dali_train.text import aligned, printable
@@ -47,7 +48,7 @@ class _Judged:
         counts = tables.counts().tolist()
         accuracies = tables.accuracies().tolist()
         rows = [
-            [name, f"{share:.1%}", f"of {count:,}"]
+            [name, f"{share:.1%}" if count else "-", f"of {count:,}"]
             for name, share, count in zip(names, accuracies, counts, strict=True)
         ]
         return [*lines, *(f"  {line}" for line in aligned(rows))]
@@ -73,7 +74,7 @@ def show_mistakes(run: Path | str, picture: Path, checkpoint: str | None, weight
     """
     with local_run(run, checkpoint) as run_dir:
         trained = load_trained(run_dir, checkpoint, weights)
-    split = Split(trained.config.data.root, "validation", several_labels=True)
+    split = open_split(trained.config.data, "validation", several_labels=True)
     judge = _judge if split.label_sets is None else load_row(JUDGE_SEVERAL, str(split.root))
     judged = judge(trained, split)
     names = [printable(name) for name in trained.class_names]

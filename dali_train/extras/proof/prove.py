@@ -24,10 +24,11 @@ from dali_train.checkpoint.fingerprint import (
     weights_digest,
 )
 from dali_train.checkpoint.format import CheckpointError, load_checkpoint
-from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe
+from dali_train.checkpoint.recipe import keep_digests_of_lost_files, recipe
 from dali_train.checkpoint.run_directory import RunDirectory, local_run, step_of
 from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.config import Config
+from dali_train.data.dataset.sample_recipe import changes_between
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.extras.proof.accuracies import check_accuracies
@@ -66,9 +67,10 @@ def prove(run: Path | str, *, dataset: str | None, all_draws: bool) -> bool:
 
 
 def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
-    split, micro_batches = samples_of(with_dataset(run.config, dataset))
+    config = with_dataset(run.config, dataset)
+    split, micro_batches = samples_of(config)
     evidence = Evidence.of(run, run.config.steps(run.config.run.epochs, split.num_images))
-    current = recipe(run.config, split.manifest)
+    current = recipe(config, split.manifest)
     keep_digests_of_lost_files(evidence.recipe, current)
     points, last = evidence.points, evidence.points[-1].step
     sums = order_sums(micro_batches, {point.step for point in points})

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dali_train.checkpoint.fingerprint import WeightDigests, machine, weights_digest
 from dali_train.checkpoint.format import Checkpoint, CheckpointManifest, Tensors, load_checkpoint
-from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe, saved_recipe
+from dali_train.checkpoint.recipe import keep_digests_of_lost_files, recipe, saved_recipe
 from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, step_of
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Start, capture_run
@@ -27,6 +27,7 @@ from dali_train.commands.evaluate import joined_and_watched
 from dali_train.commands.train import restored_trainer
 from dali_train.config import Config
 from dali_train.data.dataset.index import read_manifest
+from dali_train.data.dataset.sample_recipe import changes_between
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.errors import ConfigError
 from dali_train.extras.proof.prove import with_dataset

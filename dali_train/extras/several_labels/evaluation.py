@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
+from dali_train.errors import ConfigError
 from dali_train.text import printable
 from dali_train.training.metrics import EvaluationResult, Evaluator, Totals, classes_ahead
 
@@ -41,7 +42,11 @@ class SeveralLabelsResult(EvaluationResult):
 
 
 class SeveralLabelsEvaluator(Evaluator):
-    """An evaluator of a split whose labels number sets of classes. It has no `details`."""
+    """An evaluator of a split whose labels number sets of classes. It has no `details`.
+
+    Raises:
+        ConfigError: no image has a label.
+    """
 
     def __init__(self, split: Split, config: Config, *arguments: Any, **options: Any) -> None:
         super().__init__(split, config, *arguments, **{**options, "num_shown": 0})
@@ -49,6 +54,8 @@ class SeveralLabelsEvaluator(Evaluator):
         assert self._split.label_sets is not None
         is_there = self._split.label_sets[self._labels] >= 0
         self._num_labelled = int(is_there.any(axis=1).sum())
+        if not self._num_labelled:
+            raise _without_labels(split)
         self.class_scores: NDArray[np.float64] | None = None
 
     def _zeros(self) -> Totals:
@@ -101,11 +108,22 @@ class SeveralLabelsEvaluator(Evaluator):
 
 
 def classes_of(split: Split) -> NDArray[np.bool_]:
-    """Return which classes each image of a split with several labels has, (images, classes)."""
+    """Return which classes each image of a split with several labels has, (images, classes). Raises ConfigError: none
+    has any."""
     assert split.label_sets is not None
     table = np.zeros((len(split.label_sets), split.num_classes + 1), dtype=np.bool_)
     np.put_along_axis(table, split.label_sets, values=True, axis=1)  # -1, the padding, is the last column
-    return table[split.rows["label"], :-1]
+    own: NDArray[np.bool_] = table[split.rows["label"], :-1]
+    if not own.any():
+        raise _without_labels(split)
+    return own
+
+
+def _without_labels(split: Split) -> ConfigError:
+    return ConfigError(
+        f"none of the {len(split)} images of the {split.name} split of {split.root} has a label, so there is nothing "
+        "to measure: index images with labels for it, or train without evaluations (run.eval_every_epochs none)"
+    )
 
 
 def lowest_precisions(scores: NDArray[np.float64], counts: NDArray[np.int64], names: Sequence[str]) -> str:
@@ -125,15 +143,17 @@ def average_precisions(scores: NDArray[np.floating], own: NDArray[np.bool_]) -> 
     without images.
 
     Args:
-        scores: (images, classes).
+        scores: (images, classes). NaN, which scikit-learn refuses, counts as the lowest score: a broken network ranks
+            all images alike.
         own: which classes each image has, (images, classes).
     """
     result = np.full(scores.shape[1], np.nan)
     for number in np.flatnonzero(own.any(axis=0)):
-        order = np.argsort(-scores[:, number], kind="stable")
-        sorted_scores = scores[order, number]
-        # The last image of each distinct score; images with equal scores are found together.
-        last = np.append(np.flatnonzero(np.diff(sorted_scores)), len(order) - 1)
+        column = np.where(np.isnan(scores[:, number]), -np.inf, scores[:, number])
+        order = np.argsort(-column, kind="stable")
+        found_scores = column[order]
+        # The last image of each distinct score; images with equal scores, infinite ones too, are found together.
+        last = np.append(np.flatnonzero(found_scores[1:] != found_scores[:-1]), len(order) - 1)
         found = np.cumsum(own[order, number])[last].astype(np.float64)
         precision = found / (last + 1)
         recall = found / found[-1]

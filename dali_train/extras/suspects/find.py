@@ -25,8 +25,9 @@ from dali_train.config import Config
 from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
+from dali_train.extras.image_names import file_names
 from dali_train.extras.ledger import ledger_files, read_epoch, shares
-from dali_train.extras.pictures.predictions import file_names, thumbnails, write_table
+from dali_train.extras.pictures.predictions import thumbnails, write_table
 from dali_train.extras.pictures.sheets import contact_sheet
 from dali_train.extras.predict.classify import batches_of, logits
 from dali_train.extras.proof.prove import with_dataset
@@ -75,7 +76,7 @@ def show_suspects(
     config = with_dataset(run.config, dataset)
     _, micro_batches = samples_of(config)
     split = open_split(config.data, "train")
-    margins = mean_margins(run_dir, split, micro_batches)
+    margins = mean_margins(run, split, micro_batches)
     numbers = suspicious(margins)
     known = int(np.isfinite(margins).sum())
     print(
@@ -94,19 +95,21 @@ def show_suspects(
     return suspects
 
 
-def mean_margins(run_dir: Path, split: Split, micro_batches: MicroBatches) -> NDArray[np.float64]:
-    """Return the mean margin of each image over the second half of a run's epochs, each weighted by its lambda, (N,);
-    NaN: it was not trained.
+def mean_margins(run: RunDirectory, split: Split, micro_batches: MicroBatches) -> NDArray[np.float64]:
+    """Return the mean margin of each image over the second half of a run, each weighted by its lambda, (N,); NaN: it
+    was not trained. The epoch in which that half begins counts as a whole: it may be the only one.
 
     Raises:
         ConfigError: the run has no ledger, or it is of another dataset.
     """
-    files = ledger_files(run_dir)
+    files = ledger_files(run.directory)
     if not files:
-        raise ConfigError(f"{run_dir} has no ledger: train with --hooks.ledger true")
+        raise ConfigError(f"{run.directory} has no ledger: train with --hooks.ledger true")
+    trained = max(event["step"] for event in run.events) * run.config.batch.global_batch  # images
+    middle = trained // 2 // split.num_images
     sums = np.zeros(len(split))
     totals = np.zeros(len(split))
-    for epoch in list(files)[len(files) // 2 :]:
+    for epoch in (epoch for epoch in files if epoch >= middle):
         margins = read_epoch(files[epoch], len(split))["margin"].astype(np.float64)
         lambdas = shares(micro_batches, epoch, split.num_images, len(split))
         is_known = np.isfinite(margins)

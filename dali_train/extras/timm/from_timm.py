@@ -341,6 +341,8 @@ class Translation:
             self.put("model.weights", self.arguments[name], name)
         elif self.pretrained:
             self.put("model.weights", self.model, "pretrained")
+        if "model.weights" in self.settings and "model.head_scale" not in self.settings:
+            self.put("model.head_scale", 1.0, note="timm's new classifiers are random")
         amp = next((name for name in ("amp", "native_amp", "apex_amp") if self.arguments[name]), None)
         if amp is not None:
             self.put("precision.dtype", "bf16" if self.amp_dtype == "bfloat16" else "fp16", amp, "amp_dtype")
