@@ -148,8 +148,8 @@ class Fit:
         for name, value in used.items():
             if before.get(name, value) != value:  # an earlier version lacks a name
                 raise ConfigError(
-                    f"--out {self._out} was begun with {name} {before.get(name)}, not {value}: start that command "
-                    "again, or name another directory with --out"
+                    f"--out {self._out} was begun with {name} {before.get(name)}, not {value}: undo the change, or "
+                    "name another directory with --out"
                 )
         write_atomically(note, (json.dumps(asked, indent=1) + "\n").encode())
 

@@ -22,6 +22,7 @@ from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration, plural, printable
 from dali_train.training.cost import FASTER
 from dali_train.training.model import build_model
+from dali_train.training.pretrained import classifiers
 
 _SMALL = 96
 """Images with a shorter side than this, in pixels, get a network that keeps their resolution."""
@@ -43,6 +44,7 @@ class _Choice:
     network: str | None  # the user's choice, or that of the weights; None: by the dataset and the machine
     pretrained: Pretrained | None
     has_batch_norm: bool
+    heads: list[str]  # the names of the network's classifiers
     micro_batch: int
     reason: str  # for the micro-batch
     epochs: float
@@ -102,6 +104,7 @@ def write_config(
         network=pretrained.model if pretrained else model,
         pretrained=pretrained,
         has_batch_norm=True,
+        heads=[],
         micro_batch=IMAGES_ON_CPU,
         reason="enough to keep a CPU busy",
         epochs=most,
@@ -111,9 +114,9 @@ def write_config(
         choice = replace(choice, dtype=dtype, dtype_reason=f"{torch.cuda.get_device_name(0)} has units for it")
     config = _loaded(_config_file(split, root, output, run_dir, choice))
     network = build_model(config, split.num_classes, torch.device("meta"))
-    if not any(isinstance(layer, _BatchNorm) for layer in network.modules()):
-        choice = replace(choice, has_batch_norm=False)
-        config = _loaded(_config_file(split, root, output, run_dir, choice))
+    has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in network.modules())
+    choice = replace(choice, has_batch_norm=has_batch_norm, heads=classifiers(getattr(network, "pretrained_cfg", None)))
+    config = _loaded(_config_file(split, root, output, run_dir, choice))
     if gpu_memory_gb is not None:
         largest = estimate_memory(config, network).largest_micro_batch(gpu_memory_gb * 1e9, config.batch.global_batch)
         if largest is None:
@@ -251,10 +254,21 @@ def _network(choice: _Choice, small: bool) -> str:
 
 def _optimizer(choice: _Choice) -> str:
     """Return the line of the section optimizer, with a comment above it."""
+    if choice.has_batch_norm and choice.pretrained is not None:
+        groups = "".join(f'("{head}.*", 10, 1), ' for head in choice.heads)
+        return f"""# The usual learning rate of fine-tuning ResNets for 256 images, scaled to the batch below,
+    # and ten times that for the classifier, which begins at zero if its classes are new.
+    optimizer=OptimizerConfig(
+        name="sgd",
+        lr=0.01,
+        scale_lr="linear",
+        groups=({groups.rstrip()}),
+        weight_decay=5e-4,
+        clip_grad_norm=None,
+    ),"""
     if choice.has_batch_norm:
-        rate, of = (0.01, "fine-tuning ResNets") if choice.pretrained else (0.1, "ResNets")
-        return f"""# The usual learning rate of {of} for a batch of 256 images; it is scaled to the batch below.
-    optimizer=OptimizerConfig(name="sgd", lr={rate}, scale_lr="linear", weight_decay=5e-4, clip_grad_norm=None),"""
+        return """# The usual learning rate of ResNets for a batch of 256 images; it is scaled to the batch below.
+    optimizer=OptimizerConfig(name="sgd", lr=0.1, scale_lr="linear", weight_decay=5e-4, clip_grad_norm=None),"""
     if choice.pretrained is not None:
         return """# The usual learning rate of fine-tuning transformers, lower for earlier layers.
     optimizer=OptimizerConfig(name="adamw", lr=5e-4, weight_decay=0.05, layer_decay=0.7),"""
