@@ -1,15 +1,13 @@
 """The steps of `dali-train fit`, each of which is another command, and what is kept so that it can go on.
 
 ``RUN/fit.json`` says what was asked for; a step is done when what it makes is there: ``RUN/dataset/dataset.json``,
-``RUN/fit.py``, a run that has finished, ``RUN/mistakes.png``, ``RUN/export/timm``. Whatever ends a step, the same
-command does it again, and each of them resumes.
+``RUN/fit.py``, a run that has finished, ``RUN/mistakes.png``, ``RUN/export/timm``. If what it was made of has changed
+since, that is an error. Whatever ends a step, the same command does it again, and each of them resumes.
 """
 
 import argparse
 import ctypes
-import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +24,7 @@ from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.arguments import refuse_numbers
 from dali_train.config.command_line import config_with, read_overrides
 from dali_train.data.convert.datasets import in_place
-from dali_train.data.dataset.index import read_manifest
+from dali_train.data.dataset.index import Split, read_manifest
 from dali_train.data.dataset.manifest import CONTENT, Manifest, split_folders_among, splits_of_words
 from dali_train.errors import ConfigError, NoDatasetError
 from dali_train.extras.formats.table import has_validation
@@ -113,9 +112,11 @@ class Fit:
         for name in read_overrides(self._overrides):
             if name in _NOT_FOR_TRAIN:
                 raise ConfigError(f"--{name} with fit, which {_NOT_FOR_TRAIN[name]}")
+        source = Path(options.source)
+        is_table = source.is_file() and in_place(source) == "table"
         of_images = {
-            "source": options.source if is_remote(options.source) else str(Path(options.source).absolute()),
-            "the files of the source": _content_of(options.source, self._out),
+            "source": options.source if is_remote(options.source) else str(source.absolute()),
+            "the table": f"{CONTENT}{sha256(source)[:16]}" if is_table else None,
             **{_option(name): value for name, value in self._of_index.items()},
         }
         of_config = {
@@ -159,7 +160,7 @@ class Fit:
         if not _is_dataset(options.source):
             dataset = out / "dataset"
             words = ["data", "index", options.source, "--out", str(dataset), *self._indexed()]
-            yield Step(words, (dataset / "dataset.json").exists)
+            yield Step(words, partial(_is_indexed, dataset))
         config = out / "fit.py"
         processes = _num_processes()
         words = ["init", str(dataset), "--output", str(config), "--run-dir", str(out)]
@@ -258,24 +259,12 @@ class Fit:
         return "\n".join(lines)
 
 
-def _content_of(source: str, out: Path) -> str:
-    """Return a digest that changes with the files of a directory, by their names and sizes, or with the bytes of a
-    table; empty for an object store, and for a dataset, whose files are its own.
-
-    Args:
-        out: a directory to leave out, should it lie in the source.
-    """
-    if is_remote(source) or _is_dataset(source):
-        return ""
-    if Path(source).is_file():
-        return f"{CONTENT}{sha256(Path(source))[:16]}"
-    names = []
-    for directory, folders, files in os.walk(source):
-        folders[:] = [folder for folder in folders if Path(directory, folder).absolute() != out.absolute()]
-        paths = [f"{directory}/{file}" for file in files]
-        names += [(path, os.lstat(path).st_size) for path in paths]
-    digest = hashlib.sha256(json.dumps(sorted(names)).encode()).hexdigest()
-    return f"{plural(len(names), 'file')}, {CONTENT}{digest[:16]}"
+def _is_indexed(dataset: Path) -> bool:
+    """Return whether there is an index. Raises DatasetError: images were added to its source, or are missing there."""
+    if not (dataset / "dataset.json").exists():
+        return False
+    Split(dataset, "train", several_labels=True)
+    return True
 
 
 def _option(name: str) -> str:
