@@ -175,8 +175,12 @@ class ClassTables:
         order = np.argsort(-images, kind="stable")[:NUM_PAIRS]
         return [(*divmod(int(pairs[i]), self.num_classes), int(images[i])) for i in order]
 
-    def describe(self, names: Sequence[str]) -> list[str]:
-        """Return lines to print: the mean over classes, the lowest accuracies, and the most confused pairs."""
+    def describe(self, names: Sequence[str], mean: float | None = None) -> list[str]:
+        """Return lines to print: the mean over classes, the lowest accuracies, and the most confused pairs.
+
+        Args:
+            mean: that of an evaluation, in which scores that are not numbers are never right; None: by the predictions.
+        """
         accuracies, counts = self.accuracies(), self.counts()
         lowest = sorted(np.flatnonzero(counts).tolist(), key=lambda number: accuracies[number])[:5]
         words = [f"{printable(names[number])} ({accuracies[number]:.1%} of {counts[number]})" for number in lowest]
@@ -184,7 +188,8 @@ class ClassTables:
             f"{printable(names[truth])} mistaken for {printable(names[predicted])} ({images})"
             for truth, predicted, images in self.most_confused()[:5]
         ]
-        lines = [f"mean over classes {np.nanmean(accuracies):.2%}", f"lowest: {', '.join(words)}"]
+        mean = float(np.nanmean(accuracies)) if mean is None else mean
+        lines = [f"mean over classes {mean:.2%}", f"lowest: {', '.join(words)}"]
         return lines + ([f"most confused: {', '.join(confused)}"] if confused else [])
 
 
@@ -315,6 +320,7 @@ class Evaluator:
         self._class_counts = split.count_classes(self._labels[images])
         self._shown = np.unique(np.linspace(0, len(split) - 1, min(num_shown, len(split))).round().astype(np.int64))
         self.details: EvaluationDetails | None = None
+        self._balanced_top1: float | None = None
         # Of each class in the last evaluation, (classes,): its average precision, with several labels an image.
         self.class_scores: NDArray[np.float64] | None = None
         self._views = VIEWS[config.data.eval_views]
@@ -362,11 +368,13 @@ class Evaluator:
             )
         loss, top1, top5, count = totals.sums.tolist()
         assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
+        by_class = class_accuracies(totals.correct.cpu().numpy(), self._class_counts)
+        self._balanced_top1 = float(np.nanmean(by_class))
         return EvaluationResult(
             loss=loss / count,
             top1=top1 / count,
             top5=top5 / count,
-            balanced_top1=float(np.nanmean(class_accuracies(totals.correct.cpu().numpy(), self._class_counts))),
+            balanced_top1=self._balanced_top1,
             num_images=int(count),
             num_views=len(self._views),
             seconds=seconds,
@@ -375,7 +383,9 @@ class Evaluator:
     def describe_classes(self, names: Sequence[str]) -> list[str]:
         """Return lines to print on the classes in the last evaluation, which needs details."""
         assert self.details is not None
-        return ClassTables(self.details.labels, self.details.predictions, len(names)).describe(names)
+        return ClassTables(self.details.labels, self.details.predictions, len(names)).describe(
+            names, self._balanced_top1
+        )
 
     def _zeros(self) -> "Totals":
         rows = self._num_images if len(self._shown) else 0

@@ -236,10 +236,14 @@ def test_several_sets_are_evaluated_in_a_run_and_by_eval(
 def test_scores_that_are_not_numbers_are_wrong(tiny_config: Path) -> None:
     class Dead(nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return torch.full((len(images), 7), float("nan"))
+            return torch.full((len(images), 5), float("nan"))
 
-    result = evaluator(tiny_config, 4).run(Dead(), Precision(load_config(tiny_config).precision, CPU).autocast())
-    assert (result.top1, result.top5) == (0, 0)
+    config = load_config(tiny_config)
+    split = Split(config.data.root, "validation")
+    evaluates = Evaluator(split, config, CPU, Layout(rank=0), num_threads=1, num_shown=1)
+    result = evaluates.run(Dead(), Precision(config.precision, CPU).autocast())
+    assert (result.top1, result.top5, result.balanced_top1) == (0, 0, 0)
+    assert evaluates.describe_classes(tuple("abcde"))[0] == "mean over classes 0.00%"
 
 
 def test_every_number_of_ranks_counts_the_same(train: Train, tmp_path: Path) -> None:
