@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, RunValues
-from dali_train.checkpoint.run_directory import MANIFEST, RunDirectory, named_checkpoint, resolve_checkpoint
+from dali_train.checkpoint.run_directory import MANIFEST, RunDirectory, checkpoint_paths, named_checkpoint
 from dali_train.config import Config, SampleConfig
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import read_manifest
@@ -66,7 +66,13 @@ def changes_of_result(run: RunDirectory, config: Config) -> list[str]:
         ConfigError, CheckpointError: the run has no config.json or no checkpoint, or they are damaged.
         DatasetError: the dataset of `config` is not here.
     """
-    path = resolve_checkpoint(run.directory, "newest")
+    paths = checkpoint_paths(run.directory / "checkpoints")
+    if not paths:
+        raise ConfigError(
+            f"{run.directory} has finished, and no checkpoint is left that says with which dataset: use another "
+            "directory"
+        )
+    path = paths[-1]
     saved = {**saved_recipe(CheckpointManifest.read(path).values, path), **_only_of_result(run.config)}
     current = {**result_settings(config), **dataset_fields(read_manifest(config.data))}
     keep_digests_of_lost_files(saved, current)
@@ -93,6 +99,7 @@ def check_recipe(
         ConfigError: the recipe differs, which is not accepted; the message names the difference.
     """
     keep_digests_of_lost_files(saved, current)
+    keep_former_default(saved, current)
     changes = changes_between(saved, current)
     if not changes:
         return []
@@ -130,6 +137,13 @@ def keep_digests_of_lost_files(saved: dict[str, Any], current: dict[str, Any]) -
         is_local = is_path(weights) or weights.startswith(_DIRECTORY)
         if began_with.startswith(CONTENT) and is_local and not Path(weights.removeprefix(_DIRECTORY)).exists():
             current[name] = began_with
+
+
+def keep_former_default(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Give `current` the model.head_scale 1 of a run that began when this was the default: like model.weights, it has
+    no effect after the start. Results of whole runs depend on it."""
+    if saved.get("model.head_scale") == 1 and current["model.head_scale"] is None:
+        current["model.head_scale"] = 1.0
 
 
 def saved_recipe(values: RunValues, source: object) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from dali_train.checkpoint.recipe import (
     check_recipe,
     is_branch,
     keep_digests_of_lost_files,
+    keep_former_default,
     recipe,
     saved_recipe,
 )
@@ -132,6 +133,7 @@ def find_start(plan: RunPlan, group: dist.ProcessGroup | None) -> tuple[Start, P
     saved = saved_recipe(checkpoint.values, checkpoint.path)
     record = checkpoint.values.record
     keep_digests_of_lost_files(saved, current)
+    keep_former_default(saved, current)
     if not is_own and is_branch(saved, current, config, step=checkpoint.step, num_images=plan.num_images):
         record = with_recipe(record, saved, current)  # these steps are also the first of a run with this recipe
     else:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.convert.sources import SourceError, printable_name
-from dali_train.data.dataset.index import Split, excluded_images
+from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import Storage, open_shards
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from dali_train.errors import ConfigError
@@ -59,7 +59,7 @@ def file_names(split: Split, numbers: NDArray[np.int64]) -> list[str]:
     for image in numbers.tolist():
         source, number = split.locate(image)
         file = ""
-        if source.files is not None or source.url is None:
+        if source.files is not None or source.is_on_disk:
             if source not in names:
                 names[source] = ImageNames(source, open_shards(source))
             file = printable(names[source].find(number) or "")
@@ -67,13 +67,12 @@ def file_names(split: Split, numbers: NDArray[np.int64]) -> list[str]:
     return files
 
 
-def check_excluded(split: Split, path: str) -> None:
-    """Compare some of the files that a list for data.exclude names, as `dali-train suspects` does, with the split's.
+def check_excluded(split: Split, path: str, named: dict[int, str]) -> None:
+    """Compare some of the files that a list for data.exclude names, by image, with the split's.
 
     Raises:
         ConfigError: an image has another file, so the list is of another dataset.
     """
-    named = {number: file for number, file in excluded_images(path, len(split)).items() if file}
     numbers = np.array(sorted(named), dtype=np.int64)[:: max(1, len(named) // _COMPARED)]
     for number, file in zip(numbers.tolist(), file_names(split, numbers), strict=True):
         # A list may be of one dataset of a mixture alone, or the other way round.

@@ -12,7 +12,7 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -213,16 +213,17 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _installed: list[Any] = []  # ctypes frees callbacks without a reference
 
 
-def explain_bus_errors(dataset: str) -> None:
+def explain_bus_errors(datasets: Sequence[str]) -> None:
     """Print one sentence before SIGBUS kills this process.
 
     Python's own handlers cannot do this: they run later on the main thread, while the failing instruction, mostly in a
     DALI thread, is retried at once. This handler runs in the failing thread, then lets the instruction fail again.
     """
+    verify = " or ".join(f"`dali-train data verify {one}`" for one in datasets)
     text = (
-        f"dali-train: bus error (SIGBUS): a mapped file could not be read. A shard of {dataset} was truncated or "
-        f"rewritten while in use, its disk failed, or /dev/shm is full: `dali-train data verify {dataset}` names the "
-        "shard; restore it, and start again to resume\n"
+        f"dali-train: bus error (SIGBUS): a mapped file could not be read. A shard of {' or '.join(datasets)} was "
+        f"truncated or rewritten while in use, its disk failed, or /dev/shm is full: {verify} names the shard; restore "
+        "it, and start again to resume\n"
     ).encode(errors="replace")
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

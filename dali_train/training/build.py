@@ -128,7 +128,7 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     layout = fit_to_ranks(config, launch) if trains else Layout.from_config(launch, ParallelConfig())
     num_threads = configure_torch(config, launch, device)
     dataset = find_dataset(config, launch) if trains else DatasetLocation(config.data)
-    explain_bus_errors(" or ".join(dataset.data.roots))
+    explain_bus_errors(dataset.data.roots)
     name: SplitName = "train" if trains else "validation"
     split = open_split(dataset.data, name, several_labels=True)
     is_for_several = config.loss.name in losses_of_several()

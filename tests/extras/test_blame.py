@@ -101,6 +101,11 @@ def test_suspects_are_of_the_second_half_of_a_run(
     capsys.readouterr()
     assert cli.main(["suspects", str(tmp_path / "run")]) == 0
     assert " of 24 images are suspect" in capsys.readouterr().out
+    if epochs == "3":
+        for number in (1, 2, 3):
+            (tmp_path / "run" / "ledger" / f"epoch-{number:05d}.npy").unlink()
+        assert cli.main(["suspects", str(tmp_path / "run")]) == 2
+        assert "has a ledger of epochs up to 0 and was trained for 3.3" in capsys.readouterr().err
 
 
 def test_a_list_of_another_dataset_is_refused(mislabelled: Path, tmp_path: Path) -> None:
@@ -119,6 +124,7 @@ def test_a_list_of_another_dataset_is_refused(mislabelled: Path, tmp_path: Path)
         table.write_text(f"{header}\n5,{names[0]}\n20,{names[1]}\n")
         assert open_split(data, "train").num_images == open_split(mixed, "train").num_images == 22
     table.write_text(f"image,file\n5,{second}\n20,{first}\n")
+    assert open_split(data, "train", local=False).num_images == 22  # without the images
     for one in (data, mixed):
         with pytest.raises(
             ConfigError, match=r"in which image 5 is '.*, and here it is .*the list is of another dataset"

@@ -370,6 +370,14 @@ def test_one_iteration_and_one_thread_at_a_time(dataset: Path, monkeypatch: pyte
         for _ in zip(val, val, strict=True):
             pass
     assert sum(len(labels) for _, labels in val) == len(Split(dataset, "validation"))
+    first = iter(val)
+    for _ in val.batches:
+        next(first)
+    next(iter(val))
+    with pytest.raises(RunError, match="another iteration of this loader has begun"):  # at its end, too
+        next(first)
+    assert sum(len(labels) for _, labels in val) == len(Split(dataset, "validation"))
+    EvalLoader(dataset, batch_size=4, image_size=32, exclude=None, mix=(), **ALONE)
     for wrong, message in (
         ({"dataset": {dataset: 1}}, "an EvalLoader has one dataset, and not a mixture"),
         ({"mix": (("a", str(dataset), 1),)}, "an EvalLoader has one dataset, and not a mixture"),

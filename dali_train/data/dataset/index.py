@@ -439,8 +439,8 @@ def open_split(
         split: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local, several_labels=several_labels)
     else:
         split = Split(data.root, name, local=local, exclude=exclude, several_labels=several_labels)
-    if exclude is not None and any(excluded_images(exclude, len(split)).values()):
-        load_row(CHECK_EXCLUDED, "data.exclude")(split, exclude)
+    if exclude is not None and local:
+        refuse_other_lists(split, exclude)
     return split
 
 
@@ -497,6 +497,13 @@ def kept_images(path: Path | str, num_images: int) -> NDArray[np.bool_]:
     return kept
 
 
+def refuse_other_lists(split: Split, path: Path | str) -> None:
+    """Raises ConfigError: the files that a list for data.exclude names are not the split's, as far as it names any."""
+    named = {image: file for image, file in excluded_images(path, len(split)).items() if file}
+    if named:
+        load_row(CHECK_EXCLUDED, "data.exclude")(split, path, named)
+
+
 def excluded_images(path: Path | str, num_images: int) -> dict[int, str]:
     """Return the images that a file excludes, and the file of each if the list has a column of that name, else "".
 
@@ -512,8 +519,8 @@ def excluded_images(path: Path | str, num_images: int) -> dict[int, str]:
         raise ConfigError(f"data.exclude is {path}, which cannot be read ({error}): {use}") from None
     found: dict[int, str] = {}
     of_file = None  # the column
-    for number, line in enumerate(lines, 1):
-        cell, *others = (text.strip() for text in next(csv.reader([line]), [""]))
+    for number, row in enumerate(csv.reader(lines), 1):
+        cell, *others = (text.strip() for text in row or [""])
         if number == 1 and cell and not re.search(r"\d", cell):
             of_file = others.index("file") if "file" in others else None
             continue

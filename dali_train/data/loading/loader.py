@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
 from dali_train.config.check import load_row, require
-from dali_train.data.dataset.index import Split, open_split
+from dali_train.data.dataset.index import Split, open_split, refuse_other_lists
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.sample_recipe import changes_between, dataset_fields, sample_settings
 from dali_train.data.dataset.storage import open_storage
@@ -203,9 +203,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
             require(split == "train" or not data.mix, f"split is {split}: a mixture is of training splits, use train")
             self._begin(
-                open_split(data, split, several_labels=True)
-                if split == "train"
-                else Split(data.root, split, exclude=data.exclude, several_labels=True),
+                open_split(data, split, several_labels=True) if split == "train" else _without_excluded(data, split),
                 config,
                 pixels,
                 place,
@@ -474,6 +472,13 @@ class TrainLoader(_Loader[TrainingPipeline]):
         return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size, views=views)
 
 
+def _without_excluded(data: DataConfig, name: SplitName) -> Split:
+    split = Split(data.root, name, exclude=data.exclude, several_labels=True)
+    if data.exclude is not None:
+        refuse_other_lists(split, data.exclude)
+    return split
+
+
 class RunLoader(TrainLoader):
     """The micro-batches that a run has: all settings are those of its config.
 
@@ -546,12 +551,12 @@ class EvalLoader(_Loader[EvaluationPipeline]):
     ) -> None:
         with in_keywords():
             require(
-                not isinstance(dataset, Mapping) and "mix" not in settings,
+                not isinstance(dataset, Mapping) and not settings.get("mix"),
                 "an EvalLoader has one dataset, and not a mixture: use its directory or URL. The classes of a mixture "
                 "begin with those of its first dataset, in their order",
             )
             require(
-                "exclude" not in settings,
+                settings.get("exclude") is None,
                 f"exclude is {settings.get('exclude')}, a list of images for a TrainLoader: leave it out",
             )
             data = data_config(dataset, "eval_size", image_size, decode_device, settings)
@@ -617,11 +622,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         self._num_begun += 1
         own_number = self._num_begun
         for numbers in self.batches:
-            if self._num_begun != own_number:
-                raise RunError(
-                    "another iteration of this loader has begun, and took its images: iterate again when one has "
-                    "ended, or make a loader for each"
-                )
+            self._require_only_iteration(own_number)
             self._is_at_start = False
             if self._pipeline is None:
                 self._open()
@@ -634,7 +635,15 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             labels = without_waiting(labels, self._place.device)
             labels = labels if self._multi_hot is None else self._multi_hot(labels)
             yield without_waiting(images, self._place.device), labels
+        self._require_only_iteration(own_number)
         self._is_at_start = True
+
+    def _require_only_iteration(self, number: int) -> None:
+        if self._num_begun != number:
+            raise RunError(
+                "another iteration of this loader has begun, and took its images: iterate again when one has ended, or "
+                "make a loader for each"
+            )
 
     def _open(self) -> None:
         if self.batches and self._decodes:

@@ -133,8 +133,9 @@ def trained_accuracy(config: Config) -> float | None:
     """Return the last top-1 of a run, a fraction, which is trained unless it has finished; None: it was stopped.
 
     Raises:
-        ConfigError: it has finished with other settings or another dataset than these, or was not evaluated.
-        CheckpointError: it has finished, and no checkpoint is left that says with what.
+        ConfigError: it has finished with other settings or another dataset than these, its checkpoints are gone, or it
+            was not evaluated.
+        CheckpointError: its newest checkpoint is damaged.
         DatasetError: the dataset is not here.
     """
     directory = Path(config.run.dir)

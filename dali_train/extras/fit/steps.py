@@ -138,6 +138,8 @@ class Fit:
             before = asked
         except ForeignFileError as error:
             raise ConfigError(f"{note} is damaged ({error}): name another directory with --out") from None
+        if not source.exists() and not is_remote(options.source):  # it has done its work
+            of_images["the table"] = asked["the table"] = before.get("the table")
         # What a step has used already cannot be changed; a mistake that ended a step can be mended.
         used: dict[str, Any] = {}
         if (self._out / "dataset" / "dataset.json").exists():
@@ -160,7 +162,7 @@ class Fit:
         if not _is_dataset(options.source):
             dataset = out / "dataset"
             words = ["data", "index", options.source, "--out", str(dataset), *self._indexed()]
-            yield Step(words, partial(_is_indexed, dataset))
+            yield Step(words, partial(_is_indexed, dataset, options.source))
         config = out / "fit.py"
         processes = _num_processes()
         words = ["init", str(dataset), "--output", str(config), "--run-dir", str(out)]
@@ -259,11 +261,12 @@ class Fit:
         return "\n".join(lines)
 
 
-def _is_indexed(dataset: Path) -> bool:
+def _is_indexed(dataset: Path, source: str) -> bool:
     """Return whether there is an index. Raises DatasetError: images were added to its source, or are missing there."""
     if not (dataset / "dataset.json").exists():
         return False
-    Split(dataset, "train", several_labels=True)
+    if Path(source).exists():
+        Split(dataset, "train", several_labels=True)
     return True
 
 

@@ -122,7 +122,7 @@ def classes_of(split: Split) -> NDArray[np.bool_]:
 def _without_labels(split: Split) -> ConfigError:
     return ConfigError(
         f"none of the {len(split)} images of the {split.name} split of {split.root} has a label, so there is nothing "
-        "to measure: index images with labels for it, or train without evaluations (run.eval_every_epochs none)"
+        "to measure: use a dataset whose validation split has labels, or one without that split"
     )
 
 

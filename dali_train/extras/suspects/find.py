@@ -100,13 +100,18 @@ def mean_margins(run: RunDirectory, split: Split, micro_batches: MicroBatches) -
     was not trained. The epoch in which that half begins counts as a whole: it may be the only one.
 
     Raises:
-        ConfigError: the run has no ledger, or it is of another dataset.
+        ConfigError: the run has no ledger of its second half, or it is of another dataset.
     """
     files = ledger_files(run.directory)
     if not files:
         raise ConfigError(f"{run.directory} has no ledger: train with --hooks.ledger true")
-    trained = max(event["step"] for event in run.events) * run.config.batch.global_batch  # images
+    trained = max((event["step"] for event in run.events), default=0) * run.config.batch.global_batch  # images
     middle = trained // 2 // split.num_images
+    if middle > max(files):
+        raise ConfigError(
+            f"{run.directory} has a ledger of epochs up to {max(files)} and was trained for "
+            f"{trained / split.num_images:.1f}: the second half is needed, so train to the end with --hooks.ledger true"
+        )
     sums = np.zeros(len(split))
     totals = np.zeros(len(split))
     for epoch in (epoch for epoch in files if epoch >= middle):
