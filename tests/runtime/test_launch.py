@@ -221,7 +221,7 @@ def test_addresses_and_interfaces_that_are_none(
 
 def join_with_a_gpu_on_rank_1(rank: int, directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=5))
+        patch.setattr(group_module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=30))
         patch.setattr(group_module, "_LATE_S", 100)  # on a busy machine
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         launch, device = discover(NOTHING), torch.device("cuda", 0) if rank else torch.device("cpu")
