@@ -98,8 +98,7 @@ def check_recipe(
     Raises:
         ConfigError: the recipe differs, which is not accepted; the message names the difference.
     """
-    keep_digests_of_lost_files(saved, current)
-    keep_former_default(saved, current)
+    keep_what_it_began_with(saved, current)
     changes = changes_between(saved, current)
     if not changes:
         return []
@@ -139,9 +138,10 @@ def keep_digests_of_lost_files(saved: dict[str, Any], current: dict[str, Any]) -
             current[name] = began_with
 
 
-def keep_former_default(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Give `current` the model.head_scale 1 of a run that began when this was the default: like model.weights, it has
-    no effect after the start. Results of whole runs depend on it."""
+def keep_what_it_began_with(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Give `current` what has no effect on a run that has begun: see `keep_digests_of_lost_files`; and model.head_scale
+    1 of a run that began when this was the default. Results of whole runs depend on the latter."""
+    keep_digests_of_lost_files(saved, current)
     if saved.get("model.head_scale") == 1 and current["model.head_scale"] is None:
         current["model.head_scale"] = 1.0
 

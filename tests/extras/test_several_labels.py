@@ -425,7 +425,7 @@ def test_measures_are_scikit_learns() -> None:
         assert ours == pytest.approx(f1_score(own, scores > 0, average=average, zero_division=0), abs=1e-12)
 
 
-def test_a_split_without_labels_is_refused(table: Path, tmp_path: Path) -> None:
+def test_a_split_without_labels_is_refused(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unlabelled, index = table.parent / "unlabelled.csv", tmp_path / "index"
     rows = [line.split(",") for line in table.read_text().splitlines()]
     unlabelled.write_text(
@@ -435,6 +435,7 @@ def test_a_split_without_labels_is_refused(table: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.py"
     path.write_text(TINY_CONFIG.format(root=str(index)))
     assert main(["train", "--config", str(path), "--run.dir", str(tmp_path / "run"), "--loss.name", "asymmetric"]) == 2
+    assert "images of the validation split of" in (printed := capsys.readouterr().err) and "has a label" in printed
 
 
 def test_steps_are_those_of_a_plain_loop(several_config: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Split:
         self._root_url = str(root).rstrip("/") if is_remote(str(root)) else None
         self.url = self._root_url and f"{self._root_url}/{name}"
         self.is_on_disk = not is_url(str(root))
-        local = local and self.is_on_disk
+        reads_images, local = local, local and self.is_on_disk
         self.name = name
         self.manifest = Manifest.read(root)
         split = self.manifest.splits.get(name)
@@ -128,7 +128,6 @@ class Split:
                 raise ConfigError(f"{root}: {NEEDS_ONE_LABEL}")
             self.label_sets = self.padded_sets(self.manifest.label_sets)
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
-        self.kept: NDArray[np.bool_] | None = None if exclude is None else kept_images(exclude, len(self))
         self.checksums: NDArray[np.uint32] | None = None
         if split.image_checksums_crc32c is not None:
             self.checksums = self._open_array(checksums_path(self.root, name), len(self), np.dtype("<u4"))
@@ -146,6 +145,23 @@ class Split:
         for number, path in enumerate(self.paths if local else ()):
             if self._check_file(path, self.shards[number]) > index_time:
                 self._check_ends(number)
+        self._leave_out(exclude, reads_images=reads_images)
+
+    def _leave_out(self, path: Path | str | None, *, reads_images: bool) -> None:
+        """Set `kept` by a list for data.exclude, if there is one; if it names files, some are compared, which may read
+        images.
+
+        Raises:
+            ConfigError: see `excluded_images`; or the files are not those of this split.
+        """
+        self.kept: NDArray[np.bool_] | None = None
+        if path is None:
+            return
+        excluded = excluded_images(path, len(self))
+        self.kept = _without(excluded, len(self))
+        named = {image: file for image, file in excluded.items() if file}
+        if named and reads_images:
+            load_row(CHECK_EXCLUDED, "data.exclude")(self, path, named)
 
     @property
     def num_classes(self) -> int:
@@ -434,14 +450,11 @@ def open_split(
     Raises:
         ConfigError, DatasetError: see `Split`; or the datasets of data.mix do not go together.
     """
-    exclude = data.exclude if name == "train" else None
     if data.mix:
-        split: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local, several_labels=several_labels)
-    else:
-        split = Split(data.root, name, local=local, exclude=exclude, several_labels=several_labels)
-    if exclude is not None and local:
-        refuse_other_lists(split, exclude)
-    return split
+        mixed: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local, several_labels=several_labels)
+        return mixed
+    exclude = data.exclude if name == "train" else None
+    return Split(data.root, name, local=local, exclude=exclude, several_labels=several_labels)
 
 
 def read_manifest(data: DataConfig) -> Manifest:
@@ -489,19 +502,14 @@ def read_labels(path: Path, split: Split) -> NDArray[np.int64]:
 
 def kept_images(path: Path | str, num_images: int) -> NDArray[np.bool_]:
     """Return which of `num_images` images a file does not exclude, (num_images,). Raises ConfigError: see
-    `excluded_images`, or it leaves no image."""
+    `excluded_images`."""
+    return _without(excluded_images(path, num_images), num_images)
+
+
+def _without(excluded: Collection[int], num_images: int) -> NDArray[np.bool_]:
     kept = np.ones(num_images, dtype=np.bool_)
-    kept[list(excluded_images(path, num_images))] = False
-    if not kept.any():
-        raise ConfigError(f"data.exclude is {path}, which leaves none of {num_images} images: exclude fewer")
+    kept[list(excluded)] = False
     return kept
-
-
-def refuse_other_lists(split: Split, path: Path | str) -> None:
-    """Raises ConfigError: the files that a list for data.exclude names are not the split's, as far as it names any."""
-    named = {image: file for image, file in excluded_images(path, len(split)).items() if file}
-    if named:
-        load_row(CHECK_EXCLUDED, "data.exclude")(split, path, named)
 
 
 def excluded_images(path: Path | str, num_images: int) -> dict[int, str]:
@@ -510,7 +518,7 @@ def excluded_images(path: Path | str, num_images: int) -> dict[int, str]:
     The file has an image's number in each line, or in the first column of a CSV file, whose heading is passed over.
 
     Raises:
-        ConfigError: it cannot be read, or has anything else.
+        ConfigError: it cannot be read, has anything else, or leaves no image.
     """
     use = f"use the numbers of images from 0 to {num_images - 1}, one a line or in the first column"
     try:
@@ -529,6 +537,8 @@ def excluded_images(path: Path | str, num_images: int) -> dict[int, str]:
         if not cell.isascii() or not cell.isdecimal() or int(cell) >= num_images:
             raise ConfigError(f"data.exclude is {path}, whose line {number} begins with {printable(cell)!r:.40}: {use}")
         found[int(cell)] = others[of_file] if of_file is not None and of_file < len(others) else ""
+    if len(found) == num_images:
+        raise ConfigError(f"data.exclude is {path}, which leaves none of {num_images} images: exclude fewer")
     return found
 
 

@@ -3,7 +3,7 @@
 The way of the data is one line per stage in `TrainLoader._pipeline_of`: order, read, decode, augment and mix, device. A
 loader knows the data-parallel coordinate and size, not the global rank, because with model parallelism several ranks
 share one coordinate. Its position is a step; everything else follows from the settings and the seed. So its state is a
-few numbers, which any number of coordinates can load.
+step, and what decides the samples, by which another loader is refused; any number of coordinates can load it.
 """
 
 import gc
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
 from dali_train.config.check import load_row, require
-from dali_train.data.dataset.index import Split, open_split, refuse_other_lists
+from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.sample_recipe import changes_between, dataset_fields, sample_settings
 from dali_train.data.dataset.storage import open_storage
@@ -203,7 +203,9 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
             require(split == "train" or not data.mix, f"split is {split}: a mixture is of training splits, use train")
             self._begin(
-                open_split(data, split, several_labels=True) if split == "train" else _without_excluded(data, split),
+                open_split(data, split, several_labels=True)
+                if split == "train"
+                else Split(data.root, split, exclude=data.exclude, several_labels=True),
                 config,
                 pixels,
                 place,
@@ -470,13 +472,6 @@ class TrainLoader(_Loader[TrainingPipeline]):
         decoded_on = CpuPipeline if pixels.device_id is None else DaliPipeline  # which also augments and mixes
         views = [one.data for one in view_configs(segment.config, segment.views)]
         return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size, views=views)
-
-
-def _without_excluded(data: DataConfig, name: SplitName) -> Split:
-    split = Split(data.root, name, exclude=data.exclude, several_labels=True)
-    if data.exclude is not None:
-        refuse_other_lists(split, data.exclude)
-    return split
 
 
 class RunLoader(TrainLoader):

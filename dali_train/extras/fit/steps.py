@@ -191,12 +191,13 @@ class Fit:
 
     def _is_trained(self) -> bool:
         """Return whether the run has finished. Raises ConfigError: with other settings than fit.py has now."""
+        status = None
         with suppress(OSError):
             status = read_status(self._out)
-            if status is not None and status.state == "finished":
-                self._refuse_changes()
-                return True
-        return False
+        if status is None or status.state != "finished":
+            return False
+        self._refuse_changes()
+        return True
 
     def _refuse_changes(self) -> None:
         from dali_train.checkpoint.recipe import changes_of_result  # torch and timm take seconds

@@ -94,7 +94,7 @@ class MixedSplit(Split):
         self.rows["label"] = np.concatenate(labels)
         checksums = [part.checksums for part in self.parts if part.checksums is not None]
         self.checksums = np.concatenate(checksums) if len(checksums) == len(self.parts) else None
-        self.kept = None if data.exclude is None else kept_images(data.exclude, len(self))
+        self._leave_out(data.exclude, reads_images=local)
         if self.kept is not None:
             for part, kept in zip(self.parts, np.split(self.kept, self.firsts[1:]), strict=True):
                 if not kept.any():
