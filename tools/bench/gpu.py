@@ -128,8 +128,10 @@ def plan(options: argparse.Namespace) -> list[Part]:
     ) -> Part:
         size = f"{batch} --model.compile {compiled} --rounds 2"
         if quick:
-            size = "--model.compile none --rounds 1 --steps 1"
+            size = "--model.compile none --rounds 1 --steps 1" + " --profile" * ("--profile" in batch)
         command = f"tools/bench_step.py {config} --data.root {sets[images_of]} {size}"
+        if "--profile" in batch and options.copy is not None:
+            command += f" --traces {options.copy}/{name}"
         measured = Part(name=f"step-{name}", command=command, expected_s=expected_s, minutes=minutes, rounds=True)
         return replace(measured, needs=f"make-{images_of}")
 
@@ -272,7 +274,7 @@ def run_part(part: Part, options: argparse.Namespace, limit_s: float) -> dict[st
     output = "\n".join([files["out"].read_text(errors="replace").strip(), *said]).strip()
     line: dict[str, Any] = {"part": part.name, "state": state, "seconds": round(time.monotonic() - begin, 1)}
     line |= {"command": part.command, "output": output}
-    for directory in (options.work, REPOSITORY, Path(sys.prefix)):  # only this machine has them
+    for directory in filter(None, (options.work, options.copy, REPOSITORY, Path(sys.prefix))):  # of this machine alone
         shortened = {name: line[name].replace(f"{directory}/", "") for name in ("command", "output")}
         line |= {name: text.replace(str(directory), ".") for name, text in shortened.items()}
     return {**line, "date": date.today().isoformat(), "commit": options.commit, "rounds": rounds}

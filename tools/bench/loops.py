@@ -4,6 +4,7 @@ All of them have one process: what communication between ranks costs is not meas
 """
 
 import os
+import re
 import resource
 import sys
 import threading
@@ -43,6 +44,8 @@ class Task:
     overrides: list[str]
     work: Path  # run directories and what contenders print
     steps: int  # timed ones, a round
+    traces: Path | None = None  # where rounds with a profiler leave CONTENDER.json.gz
+    contender: str = ""
 
     def load(self) -> Config:
         return config_with(self.config, self.overrides, "bench_step.py")
@@ -59,8 +62,11 @@ class Round:
 class Meter:
     """Times the steps between `begin` and `end`, and talks to the parent process."""
 
-    def __init__(self, pipe: Connection, device: torch.device, steps: int) -> None:
-        self._pipe, self._on_gpu, self.steps = pipe, device.type == "cuda", steps
+    def __init__(self, task: Task, pipe: Connection, device: torch.device) -> None:
+        self._pipe, self._on_gpu, self.steps = pipe, device.type == "cuda", task.steps
+        self._trace: Path | None = None
+        if task.traces is not None:
+            self._trace = task.traces / (re.sub(r"\W+", "-", task.contender) + ".json.gz")
         self._profiler: profile | None = None
         self._profile_next = False
 
@@ -84,6 +90,8 @@ class Meter:
         if self._profiler is not None:
             self._profiler.stop()
             kernels = time_by_class(self._profiler, self._on_gpu)
+            if self._trace is not None:
+                self._profiler.export_chrome_trace(str(self._trace))
             self._profiler = None
         self._answer(
             Round(
@@ -118,7 +126,7 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
     os.dup2(log, 2)
     tqdm.set_lock(threading.RLock())  # tqdm's semaphore would leak where a contender is killed
     try:
-        CONTENDERS[name](task, task.load(), pipe)
+        CONTENDERS[name](replace(task, contender=name), task.load(), pipe)
     except ImportError as error:
         pipe.send(str(error))
     except EOFError:
@@ -165,7 +173,7 @@ class Gate(Hook):
 def trainer(task: Task, config: Config, pipe: Connection) -> None:
     launch = discover(LaunchOptions())
     device = choose_device(config.run.device, launch)
-    meter = Meter(pipe, device, task.steps)
+    meter = Meter(task, pipe, device)
     run = replace(
         config.run,
         dir=str(task.work / config.data.reader),
@@ -226,7 +234,7 @@ def prepare(config: Config) -> Parts:
 
 
 def take_orders(step: Callable[[], None], task: Task, pipe: Connection, device: torch.device) -> None:
-    meter = Meter(pipe, device, task.steps)
+    meter = Meter(task, pipe, device)
     meter.ready()
     while True:
         step()

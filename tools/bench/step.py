@@ -49,9 +49,11 @@ RATIOS = [(SYNTHETIC, BARE, 0.98), (REAL, SYNTHETIC, 0.97)]
 
 def main() -> None:
     options, overrides = parse_arguments()
+    if options.traces is not None:
+        options.traces.mkdir(parents=True, exist_ok=True)
     multiprocessing.set_forkserver_preload(["tools.bench.loops"])  # torch and DALI, once for all contenders
     with tempfile.TemporaryDirectory(prefix="bench-step-") as work:
-        task = Task(options.config.resolve(), overrides, Path(work), options.steps)
+        task = Task(options.config.resolve(), overrides, Path(work), options.steps, options.traces)
         try:
             config = task.load()
             num_classes = Split(config.data.root, "train").num_classes
@@ -111,6 +113,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name is one of these, or holds it")
     parser.add_argument(
         "--profile", action="store_true", help="one more round with a profiler: time by class of kernel"
+    )
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR", help="with --profile: also CONTENDER.json.gz, for Perfetto"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians as a PNG")
     return parser.parse_known_args()
