@@ -3,6 +3,7 @@ until they are used, of objects in a store or of any files. To add a storage, wr
 `Storage`, and add a row to `STORAGES`.
 """
 
+import itertools
 import os
 import threading
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
@@ -81,7 +83,7 @@ class MappedFiles:
         DatasetError: there are more shards than this process may have open files.
     """
 
-    portion_bytes = RUN_BYTES
+    portion_bytes = 8 << 20
     keeps_windows = True  # in the page cache
 
     def __init__(self, split: Split) -> None:
@@ -118,12 +120,17 @@ class MappedFiles:
         buffer = self._buffers.__dict__.get("buffer")
         if buffer is None:
             buffer = self._buffers.buffer = memoryview(bytearray(RUN_BYTES))
-        for run in adjacent(self._rows, images):
-            first, last = self._rows[run[0]], self._rows[run[-1]]
-            shard, offset = int(first["shard"]), int(first["offset"])
-            size = int(last["offset"]) + int(last["size"]) - offset
+        rows = self._rows[images]
+        rows = rows[np.lexsort((rows["offset"], rows["shard"]))]  # in place they may be shuffled
+        shards, starts = rows["shard"].astype(np.int64), rows["offset"].astype(np.int64)
+        ends = starts + rows["size"]
+        apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > GAP_BYTES)
+        firsts, lasts = np.flatnonzero(np.append(True, apart)), np.flatnonzero(np.append(apart, True))
+        spans = zip(shards[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True)
+        for shard, of_shard in itertools.groupby(spans, key=itemgetter(0)):
             with OPEN_FILES.opened(self._owner, shard, partial(os.open, self._paths[shard], os.O_RDONLY)) as descriptor:
-                self._touch(shard, descriptor, buffer, offset, size)
+                for _, start, end in of_shard:
+                    self._touch(shard, descriptor, buffer, start, end - start)
 
     def _touch(self, shard: int, descriptor: int, buffer: memoryview, offset: int, size: int) -> None:
         while size > 0:

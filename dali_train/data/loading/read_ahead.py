@@ -41,7 +41,7 @@ def micro_batches_of(split: Split, segment: Segment) -> MicroBatches:
 def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:
     """Iterate over the micro-batches of a segment, and beyond it, without end."""
     micro_batches = micro_batches or micro_batches_of(split, segment)
-    return (micro_batches(step, k) for step, k in segment)
+    return micro_batches.following(segment)
 
 
 def read(split: Split, segment: Segment, storage: Storage, node: Node | None = None) -> Iterator[MicroBatch]:
