@@ -23,6 +23,7 @@ from dali_train.data.loading.read_ahead import ReadAhead, read
 from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from tests.config.test_config import PLAIN
 from tests.conftest import REPOSITORY
+from tests.dataset.test_page_cache import bytes_read
 from tests.helpers import words
 
 
@@ -38,36 +39,28 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
-def bytes_read() -> int:
-    """By this process' read calls; mapped pages don't count."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
-
-
 def wait_until(done: Callable[..., bool], *arguments: Any) -> None:
     end = time.monotonic() + 30
     while not done(*arguments):
         assert time.monotonic() < end
-        time.sleep(0.1)  # short of 300 times `bytes_read`, which itself reads some 115 bytes, of an expected 77,000
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])
 def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str) -> None:
     split = Split(dataset, "train")
-    before = bytes_read()
+    files = MappedFiles(split)
+    files.page_cache.read({})  # its process has begun
+    before = bytes_read(files.page_cache)
     without, ahead = (
-        read(
-            split,
-            Segment(config=config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2),
-            MappedFiles(split),
-        )
+        read(split, Segment(config=config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2), files)
         for mb in (0, 256)
     )
     plain = list(itertools.islice(without, 60))
     # This rank's share of an epoch is read before anything is asked for.
     first = np.concatenate([batch.images for batch in plain[:6]])
     expected = int(split.rows["size"][np.unique(first)].sum())
-    wait_until(lambda: bytes_read() - before >= expected)
+    wait_until(lambda: bytes_read(files.page_cache) - before >= expected)
     for a, b in zip(plain, itertools.islice(ahead, 60), strict=True):
         assert (a.step, a.k, a.dropout_seed) == (b.step, b.k, b.dropout_seed)
         for name in ("images", "labels", "boxes", "flips", "partners", "lambdas"):

@@ -109,6 +109,29 @@ def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(
             np.testing.assert_array_equal(value, getattr(together[step_and_k], name))
 
 
+LOOKS: list[dict[str, Any]] = [
+    {},
+    {"augment": "rand-m9-mstd0.5-inc1", "color_jitter": 0.3, "random_erasing": 0.5, "random_erasing_fill": "noise"},
+    {"crop": "inception", "interpolation": "random", "vertical_flip": 0.5},
+    {"crop_side": 32, "crop_padding": 4, "alternating_flip": True},
+    {"progressive": ((2, 16),), "repeats": 2},
+    {"shuffle": "balanced"},
+]
+
+
+@pytest.mark.parametrize("micro_batch", [2, 6, 300])
+@pytest.mark.parametrize("look", LOOKS, ids=str)
+def test_micro_batches_are_the_same_whatever_they_are_drawn_beside(look: dict[str, Any], micro_batch: int) -> None:
+    """A rank draws its next ones together; where it begins, and how many there are, depends on ranks and resumes."""
+    config = config_of(2 * micro_batch, micro_batch, **look)
+    micro_batches = MicroBatches(rows_of(97), config)
+    segment = Segment(config=config, start_step=1, dp_rank=1, dp_size=2)
+    for batch, (step, k) in zip(micro_batches.following(itertools.islice(segment, 20)), segment, strict=False):
+        alone = micro_batches(step, k)
+        for name, value in vars(batch).items():
+            np.testing.assert_array_equal(value, getattr(alone, name), strict=isinstance(value, np.ndarray))
+
+
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_every_class_comes_equally_often(repeats: int) -> None:
     """On any number of ranks, at any step: each epoch has N / C positions for each class and N / (C n) for an image,

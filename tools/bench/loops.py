@@ -44,7 +44,8 @@ class Task:
     overrides: list[str]
     work: Path  # run directories and what contenders print
     steps: int  # timed ones, a round
-    traces: Path | None = None  # where rounds with a profiler leave CONTENDER.json.gz
+    traces: Path | None = None  # where the trainer's rounds with a profiler leave CONTENDER.json.gz
+    variants: dict[str, list[str]] = field(default_factory=dict)  # more overrides, of the trainer with these names
     contender: str = ""
 
     def load(self) -> Config:
@@ -125,8 +126,10 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     tqdm.set_lock(threading.RLock())  # tqdm's semaphore would leak where a contender is killed
+    run = CONTENDERS.get(name, trainer)
+    task = replace(task, contender=name, overrides=[*task.overrides, *task.variants.get(name, [])])
     try:
-        CONTENDERS[name](replace(task, contender=name), task.load(), pipe)
+        run(task, task.load(), pipe)
     except ImportError as error:
         pipe.send(str(error))
     except EOFError:
@@ -176,7 +179,7 @@ def trainer(task: Task, config: Config, pipe: Connection) -> None:
     meter = Meter(task, pipe, device)
     run = replace(
         config.run,
-        dir=str(task.work / config.data.reader),
+        dir=str(task.work / task.contender),
         epochs=1e9,
         max_steps=None,
         max_seconds=None,
@@ -234,7 +237,7 @@ def prepare(config: Config) -> Parts:
 
 
 def take_orders(step: Callable[[], None], task: Task, pipe: Connection, device: torch.device) -> None:
-    meter = Meter(task, pipe, device)
+    meter = Meter(replace(task, traces=None), pipe, device)
     meter.ready()
     while True:
         step()

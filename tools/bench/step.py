@@ -53,7 +53,8 @@ def main() -> None:
         options.traces.mkdir(parents=True, exist_ok=True)
     multiprocessing.set_forkserver_preload(["tools.bench.loops"])  # torch and DALI, once for all contenders
     with tempfile.TemporaryDirectory(prefix="bench-step-") as work:
-        task = Task(options.config.resolve(), overrides, Path(work), options.steps, options.traces)
+        variants = {f"{REAL}, {name}": words.split() for name, words in options.variant}
+        task = Task(options.config.resolve(), overrides, Path(work), options.steps, options.traces, variants)
         try:
             config = task.load()
             num_classes = Split(config.data.root, "train").num_classes
@@ -77,14 +78,15 @@ def main() -> None:
                 "global_batch": config.batch.global_batch,
             }
             write_lines(options.json, [start])
-        answers = take_turns(chosen(CONTENDERS, options.only), contend, (task,), orders, lines=options.json)
+        names = [*chosen(CONTENDERS, options.only), *variants]
+        answers = take_turns(names, contend, (task,), orders, lines=options.json)
     rounds = {name: results[: options.rounds] for name, results in answers.items() if results}
     images = config.batch.global_batch
     rates = {name: Spread.of(images / result.step_s for result in results) for name, results in rounds.items()}
     print_table(rounds, images, flops, best)
-    for name in (REAL, SYNTHETIC):
-        if name in rounds:
-            print_phases(name, rounds[name])
+    for name, results in rounds.items():
+        if results[0].phases:  # the trainer
+            print_phases(name, results)
     if options.profile:
         print_kernels({name: results[-1].kernels for name, results in answers.items() if results}, device)
     if options.plot:
@@ -112,6 +114,15 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name is one of these, or holds it")
     parser.add_argument(
+        "--variant",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "SETTINGS"),
+        help="another contender, the trainer with real data and these settings, such as "
+        "'4 threads' '--data.num_threads 4'; again for more",
+    )
+    parser.add_argument(
         "--profile", action="store_true", help="one more round with a profiler: time by class of kernel"
     )
     parser.add_argument(
@@ -132,14 +143,14 @@ def header(options: argparse.Namespace, config: Config, device: torch.device, fl
 
 
 def print_table(rounds: dict[str, list[Round]], images: int, flops: float, best: Peak) -> None:
-    print(
-        f"\n{'':<26}{'step ms':>10}{'low':>9}{'high':>9}{'images/s':>10}{'TFLOP/s':>9}{'of peak':>9}{'memory GB':>11}"
-    )
+    width = 2 + max(24, *map(len, rounds))
+    columns = f"{'step ms':>10}{'low':>9}{'high':>9}{'images/s':>10}{'TFLOP/s':>9}{'of peak':>9}{'memory GB':>11}"
+    print(f"\n{'':<{width}}{columns}")
     for name, results in rounds.items():
         step = Spread.of(result.step_s for result in results)
         rate = images / step.median
         print(
-            f"{name:<26}{1000 * step.median:>10.1f}{1000 * step.low:>9.1f}{1000 * step.high:>9.1f}{rate:>10,.1f}"
+            f"{name:<{width}}{1000 * step.median:>10.1f}{1000 * step.low:>9.1f}{1000 * step.high:>9.1f}{rate:>10,.1f}"
             f"{rate * flops / 1e12:>9.3g}{rate * flops / best.flops_per_second:>9.1%}"
             f"{max(result.memory_gb for result in results):>11.2f}"
         )

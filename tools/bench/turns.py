@@ -91,7 +91,7 @@ def take_turns(
     them.
 
     Each is a process that runs ``contend(name, *arguments, pipe)``: it sends "ready" or why it cannot take part, and
-    then one answer for each order that it receives. While one works the others wait.
+    then one answer for each order that it receives. They start together, but while one works the others wait.
 
     Args:
         lines: a file to which each answer but the first is appended as soon as it comes, as a JSON line with the
@@ -109,13 +109,15 @@ def take_turns(
             process = context.Process(target=contend, args=(name, *arguments, theirs))
             process.start()
             theirs.close()
-            state = ours.recv()
+            workers[name] = (process, ours)
+        for name, (process, pipe) in list(workers.items()):
+            state = pipe.recv()
             if state == "ready":
-                workers[name] = (process, ours)
                 answers[name] = []
             else:
                 print(f"  without {name}: {state}", flush=True)
                 process.join()
+                del workers[name]
         for number, order in enumerate(orders):
             for name, (process, pipe) in workers.items():
                 pipe.send(order)

@@ -3,7 +3,6 @@ until they are used, of objects in a store or of any files. To add a storage, wr
 `Storage`, and add a row to `STORAGES`.
 """
 
-import itertools
 import os
 import threading
 import weakref
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
@@ -25,6 +23,7 @@ from dali_train.data.dataset.files_in_place import SourceFiles
 from dali_train.data.dataset.index import Split, map_file, sizes_of
 from dali_train.data.dataset.manifest import dataset_errors
 from dali_train.data.dataset.open_files import OPEN_FILES
+from dali_train.data.dataset.page_cache import PageCache
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError, MissingObjectError
 
@@ -94,9 +93,8 @@ class MappedFiles:
             )
         self._rows, self._paths = split.rows, split.paths
         self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
-        self._buffers = threading.local()
-        self._owner = OPEN_FILES.new_owner()
-        weakref.finalize(self, OPEN_FILES.forget, self._owner, len(split.paths))
+        self.page_cache = PageCache()
+        weakref.finalize(self, OPEN_FILES.forget, OPEN_FILES.new_owner(), len(split.paths))
 
     def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """Return the stored bytes of each of `images` as a read-only view, (size,): encoded images or raw pixels."""
@@ -117,33 +115,18 @@ class MappedFiles:
 
     def prefetch(self, images: NDArray[np.int64]) -> None:
         """Read `images` into the page cache."""
-        buffer = self._buffers.__dict__.get("buffer")
-        if buffer is None:
-            buffer = self._buffers.buffer = memoryview(bytearray(RUN_BYTES))
         rows = self._rows[images]
         rows = rows[np.lexsort((rows["offset"], rows["shard"]))]  # in place they may be shuffled
-        shards, starts = rows["shard"].astype(np.int64), rows["offset"].astype(np.int64)
-        ends = starts + rows["size"]
-        apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > GAP_BYTES)
-        firsts, lasts = np.flatnonzero(np.append(True, apart)), np.flatnonzero(np.append(apart, True))
-        spans = zip(shards[firsts].tolist(), starts[firsts].tolist(), ends[lasts].tolist(), strict=True)
-        for shard, of_shard in itertools.groupby(spans, key=itemgetter(0)):
-            with OPEN_FILES.opened(self._owner, shard, partial(os.open, self._paths[shard], os.O_RDONLY)) as descriptor:
-                for _, start, end in of_shard:
-                    self._touch(shard, descriptor, buffer, start, end - start)
-
-    def _touch(self, shard: int, descriptor: int, buffer: memoryview, offset: int, size: int) -> None:
-        while size > 0:
-            num_read = os.preadv(descriptor, [buffer[:size]], offset)
-            if num_read == 0:
-                # The decoder would touch a page of the map that has no file behind it and the process would die of
-                # SIGBUS.
-                length = os.fstat(descriptor).st_size
-                raise DatasetError(
-                    f"{self._paths[shard]} was truncated while in use: it ends at byte {length}, but the index has "
-                    f"an image at byte {offset}. Restore the shard, and start again"
-                )
-            offset, size = offset + num_read, size - num_read
+        shards, begins = rows["shard"].astype(np.int64), rows["offset"].astype(np.int64)
+        ends = begins + rows["size"]
+        are_apart = (np.diff(shards) != 0) | (begins[1:] - ends[:-1] > GAP_BYTES)
+        firsts, lasts = np.flatnonzero(np.append(True, are_apart)), np.flatnonzero(np.append(are_apart, True))
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for shard, begin, end in zip(
+            shards[firsts].tolist(), begins[firsts].tolist(), ends[lasts].tolist(), strict=True
+        ):
+            ranges.setdefault(os.fspath(self._paths[shard]), []).append((begin, end))
+        self.page_cache.read(ranges)
 
 
 def adjacent(rows: NDArray[np.void], images: NDArray[np.int64]) -> list[list[int]]:

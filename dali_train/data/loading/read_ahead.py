@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.page_cache import NUM_THREADS
 from dali_train.data.dataset.storage import Storage
 from dali_train.data.loading.cache import Node
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, Segment
@@ -30,7 +31,6 @@ from dali_train.errors import DatasetError
 
 logger = logging.getLogger("dali_train")
 
-NUM_THREADS = 4  # requests in flight of one rank; a host has several ranks
 _END_S = 5.0
 
 

@@ -23,9 +23,9 @@ from dali_train.data.sampling.rng import Purpose, torch_seed
 Coordinate = tuple[int, int]
 """Step and number of a micro-batch."""
 
-# Of micro-batches that are drawn together. More than these 4,096 images save little more.
-_IMAGES_AT_ONCE = 4096
-_MOST_AT_ONCE = 16
+# Of micro-batches that are drawn together: the next ones must be ready before those in the queues are used up.
+_IMAGES_AT_ONCE = 2048
+_MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)

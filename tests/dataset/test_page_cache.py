@@ -1,0 +1,125 @@
+"""Another process reads files into the page cache, and is gone when it is not needed any more."""
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dali_train.data.dataset.page_cache import NUM_THREADS, PageCache
+from dali_train.errors import DatasetError
+from tests.conftest import REPOSITORY
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def bytes_read(cache: PageCache) -> int:
+    """By read calls of its process."""
+    if cache.process is None:
+        return 0
+    fields = dict(line.split(": ") for line in Path(f"/proc/{cache.process.pid}/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def test_ranges_are_read(tmp_path: Path) -> None:
+    """Of files with any name, by several threads at once, and by files that are open."""
+    paths = [tmp_path / name for name in ("one", 'a "name" in\ntwo lines', os.fsdecode(b"not UTF-8 \xff"))]
+    for path in paths:
+        path.write_bytes(bytes(5_000_000))
+    cache = PageCache()
+    cache.read({})
+    before = bytes_read(cache)
+    ranges = {str(path): [(0, 100), (1_000_000, 4_000_000), (4_999_999, 5_000_000)] for path in paths}
+    threads = [threading.Thread(target=cache.read, args=(ranges,)) for _ in range(2 * NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = len(threads) * len(paths) * 3_000_101
+    requests = len(threads) * 1000
+    assert expected <= bytes_read(cache) - before < expected + requests
+
+
+def test_faults_are_named(tmp_path: Path) -> None:
+    short, whole = tmp_path / "short", tmp_path / "whole"
+    short.write_bytes(bytes(100))
+    whole.write_bytes(bytes(200))
+    cache = PageCache()
+    with pytest.raises(
+        DatasetError, match=rf"{short} was truncated while in use: it ends at byte 100, .* at byte 40\."
+    ):
+        cache.read({str(whole): [(0, 200)], str(short): [(0, 30), (40, 101)]})
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
+        cache.read({str(tmp_path / "none"): [(0, 1)]})
+    cache.read({str(short): [(0, 100)]})  # it goes on
+    assert cache.process is not None
+    cache.process.kill()
+    for _ in range(NUM_THREADS + 1):
+        with pytest.raises(OSError, match="has ended") as raised:
+            cache.read({str(whole): [(0, 200)]})
+        assert raised.value.errno == errno.EPIPE
+
+
+def test_more_files_than_it_may_open(tmp_path: Path) -> None:
+    program = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))  # which the process inherits
+from dali_train.data.dataset.page_cache import PageCache
+cache = PageCache()
+for _ in range(2):
+    cache.read({{f"{tmp_path}/{{number}}": [(0, 10)] for number in range(50)}})
+"""
+    for number in range(50):
+        (tmp_path / str(number)).write_bytes(bytes(10))
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY)
+
+
+@pytest.mark.parametrize("end", ["del cache", "pass", "raise SystemExit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_it_ends_with_its_owner(end: str) -> None:
+    """Signals that are sent to all processes of a run do not end it."""
+    program = f"""
+import os, signal, sys, time
+from dali_train.data.dataset.page_cache import PageCache
+cache = PageCache()
+cache.read({{}})
+print(cache.process.pid, flush=True)
+sys.stdin.readline()
+cache.read({{}})
+{end}
+"""
+    command = [sys.executable, "-c", program]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert owner.stdin is not None and owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(pid, number)
+    owner.communicate("\n")
+    assert owner.returncode == {"raise SystemExit(3)": 3}.get(end, -signal.SIGKILL if "SIGKILL" in end else 0)
+    wait_until(lambda: has_ended(pid))
+
+
+def test_it_ends_with_its_object() -> None:
+    cache = PageCache()
+    cache.read({})
+    assert cache.process is not None
+    pid = cache.process.pid
+    del cache
+    gc.collect()
+    assert has_ended(pid)
