@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -171,7 +171,9 @@ class _Ranks:
                 for process in self._processes:
                     process.kill()
             elif self._pending:
-                os.kill(self._processes[0].pid or 0, self._pending.pop(0))
+                number = self._pending.pop(0)
+                with suppress(ProcessLookupError):  # rank 0 has ended: there is nothing left to stop
+                    os.kill(self._processes[0].pid or 0, number)
 
     def raise_for(self, rank: int, failure: ProcessFailure) -> NoReturn:
         """Raise what `launch_locally` says, when `rank` was the first to fail."""

@@ -6,14 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from dali_train.errors import ConfigError, RunError
-from dali_train.extras.local_launch import launch_locally
+from dali_train.extras.local_launch import _Ranks, launch_locally
 from dali_train.files import temporary_directory
 from dali_train.runtime.launch import LaunchOptions, discover
 
@@ -107,6 +109,20 @@ def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:
     os.killpg(parent.pid, signal.SIGINT)
     assert parent.communicate() == ("", "stopped before training began: Ctrl-C\n")
     assert parent.returncode == 75
+
+
+def test_ctrl_c_when_the_ranks_have_ended_but_not_yet_the_agent() -> None:
+    """Nothing is left that could be stopped: the run is complete."""
+    rank = multiprocessing.get_context("spawn").Process(target=int)
+    rank.start()
+    rank.join()
+    ranks, launched = _Ranks(1), Future[None]()
+    ranks._processes, ranks._has_begun = [rank], True
+    threading.Timer(0.5, launched.set_result, (None,)).start()
+    with ranks:
+        os.kill(os.getpid(), signal.SIGINT)
+        ranks.supervise(launched)
+    assert ranks.num_interrupts == 1
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])

@@ -174,7 +174,7 @@ def plan(options: argparse.Namespace) -> list[Part]:
         # What makes DALI late while the model keeps the GPU busy: too many threads, CUDA's decoder, or the host?
         step("s16-variants", f"{seed} --only real", "original", "--steps 1", 150, 30, also=variants),
         step("b16", f"{vit_b16} --only trainer bare", "original", several, 150, 30),
-        step("b32-stored-256", f"{vit_b32} --only trainer", "stored-256", f"{bf16} {large}", 150, 30),
+        step("b32-stored-256", f"{vit_b32} --only trainer", "stored-256", f"{bf16} {large}", 150, 45),
         step("b32-original", f"{vit_b32} --only trainer", "original", f"{bf16} {large}", 150, 45),
         step("r50-original", f"{resnet} --only trainer", "original", several, 150, 45),
     ]

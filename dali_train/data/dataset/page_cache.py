@@ -1,9 +1,9 @@
 """Reading files into the page cache, in another process.
 
 Reading in threads of this process would do, but each read gives the GIL away and waits for it again, hundreds of times
-for a micro-batch, and so does each operator of the model in the thread that launches kernels: together they delayed it
-by 8 ms a micro-batch of 256 images (measured on two idle cores; on an H100's host these delays were most of what a step
-with real data took longer).
+for a micro-batch, and so does each operator of the model in the thread that launches kernels: this delayed it by 13 ms
+a micro-batch of 256 photographs, and another process does by 4 (measured on two cores). On an H100's host such delays
+were most of what a step with real data took longer than one without (docs/measurements/gpu.md).
 """
 
 import errno

@@ -145,7 +145,7 @@ class MicroBatches:
 
         A draw is hundreds of NumPy calls of a few microseconds. From 500 elements on each of them releases the GIL and
         waits for it again, and so does each operator of the model in the thread that launches kernels: drawn one by
-        one, a micro-batch of 256 images delayed that thread by 4.7 ms, though it needed 1 ms (measured).
+        one, a micro-batch of 256 images delayed that thread by 3 to 5 ms, though it needed 1 ms (measured).
         """
         num_at_once = max(1, min(_MOST_AT_ONCE, _IMAGES_AT_ONCE // self._config.batch.micro_batch))
         coordinates = iter(coordinates)
