@@ -29,7 +29,7 @@ from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError,
 
 ImageBytes = NDArray[np.uint8]
 T = TypeVar("T")
-RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
+RUN_BYTES = 1 << 20  # neighbours are fetched by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
 _ATTEMPTS = 3  # at an image from a store whose checksum is wrong
 
