@@ -6,10 +6,12 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 
 from dali_train.checkpoint.format import load_newest
@@ -152,6 +154,20 @@ def state_difference(a: Path, b: Path) -> float:
     assert one.state["model"].keys() == other.state["model"].keys()
     differences = [relative_differences(one.state[name], other.state[name]) for name in one.state]
     return max(value for each in differences for value in each.values())
+
+
+def wait_until(done: Callable[..., bool], *arguments: Any) -> None:
+    end = time.monotonic() + 30
+    while not done(*arguments):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def has_ended(pid: int) -> bool:
+    """A killed process dies a moment later, and its parent, killed too, cannot ask for its status."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def wait_for_steps(ranks: Ranks, directory: Path, count: int) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import gzip
 import importlib
 import io
 import json
@@ -11,13 +12,11 @@ import runpy
 import shlex
 import struct
 import sys
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -26,7 +25,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles, stored_image
 from tests.conftest import REPOSITORY
 from tests.convert.files import tool
-from tests.helpers import words
+from tests.helpers import has_ended, wait_until, words
 from tests.ranks import POOL
 from tools.bench import gpu, simulate_scale, slim, startup
 from tools.bench.check_ratios import Bound, report
@@ -98,19 +97,7 @@ def test_a_part_of_the_gpu_report(
     result = gpu.run_part(part, gpu_options(tmp_path), limit_s)
     assert (result["state"], result["rounds"]) == (state, rounds)
     assert result["output"].split() == output.split()
-    assert wait_for_end(int((tmp_path / "pid").read_text()))
-
-
-def wait_for_end(pid: int) -> bool:
-    """A killed process dies a moment later, and its parent, killed too, cannot ask for its status."""
-    for _ in range(100):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.1)
-    return False
+    wait_until(has_ended, int((tmp_path / "pid").read_text()))
 
 
 def leave(name: str, pipe: Connection) -> None:
@@ -248,6 +235,7 @@ def test_a_ratio_beyond_its_bound_fails(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_parts_of_a_step_add_up(tiny_config: Path, tmp_path: Path) -> None:
     options = words("--rounds 1 --steps 2 --only synthetic bare --profile --model.activation_checkpointing true")
     files = ("--config", tiny_config, "--json", tmp_path / "rounds.jsonl", "--plot", tmp_path / "rounds.png")
+    files += ("--traces", tmp_path / "traces")
     log = tmp_path / "log"
     assert POOL.run(1, bench_step, [*map(str, files), *options], log=log) == [0], log.read_text()
     assert log.read_text().splitlines()[-1].startswith("trainer, synthetic data")
@@ -261,6 +249,9 @@ def test_the_parts_of_a_step_add_up(tiny_config: Path, tmp_path: Path) -> None:
     assert all(line["memory_gb"] > 0 for line in rounds)
     assert all(line["kernels"].get("matrix product", 0) > 0 for line in rounds[2:]), "the round with the profiler"
     assert (tmp_path / "rounds.png").stat().st_size > 0
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert trace.name == "trainer-synthetic-data.json.gz", "none of the bare loop"
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     # Multiplications and additions of the tests' ViT, by hand: 17 tokens of 32, a depth of 2, MLPs of 128, 5 classes.
     # Backward is twice the forward pass, but for the patches: pixels need no gradient.
     patches, tokens, width = 16, 17, 32

@@ -7,27 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dali_train.data.dataset.page_cache import NUM_THREADS, PageCache
 from dali_train.errors import DatasetError
 from tests.conftest import REPOSITORY
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+from tests.helpers import has_ended, wait_until
 
 
 def bytes_read(cache: PageCache) -> int:
@@ -112,7 +99,7 @@ cache.read({{}})
         os.kill(pid, number)
     owner.communicate("\n")
     assert owner.returncode == {"raise SystemExit(3)": 3}.get(end, -signal.SIGKILL if "SIGKILL" in end else 0)
-    wait_until(lambda: has_ended(pid))
+    wait_until(has_ended, pid)
 
 
 def test_it_ends_with_its_object() -> None:

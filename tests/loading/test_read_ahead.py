@@ -6,11 +6,8 @@ import json
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from tests.config.test_config import PLAIN
 from tests.conftest import REPOSITORY
 from tests.dataset.test_page_cache import bytes_read
-from tests.helpers import words
+from tests.helpers import wait_until, words
 
 
 def config_of(dataset: Path, shuffle: str, read_ahead_mb: int) -> Config:
@@ -37,13 +34,6 @@ def config_of(dataset: Path, shuffle: str, read_ahead_mb: int) -> Config:
 
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
-
-
-def wait_until(done: Callable[..., bool], *arguments: Any) -> None:
-    end = time.monotonic() + 30
-    while not done(*arguments):
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])

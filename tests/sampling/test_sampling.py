@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
-from dali_train.config import Config, MixupConfig
+from dali_train.config import Config, MixupConfig, View
 from dali_train.config.command_line import read_overrides
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.sampling.draws import (
@@ -120,16 +120,21 @@ LOOKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("micro_batch", [2, 6, 300])
+@pytest.mark.parametrize("views", [(), (View(size=24, n=2), View(size=16))], ids=["one", "three"])
 @pytest.mark.parametrize("look", LOOKS, ids=str)
-def test_micro_batches_are_the_same_whatever_they_are_drawn_beside(look: dict[str, Any], micro_batch: int) -> None:
+def test_micro_batches_are_the_same_whatever_they_are_drawn_beside(
+    look: dict[str, Any], views: tuple[View, ...], micro_batch: int
+) -> None:
     """A rank draws its next ones together; where it begins, and how many there are, depends on ranks and resumes."""
     config = config_of(2 * micro_batch, micro_batch, **look)
-    micro_batches = MicroBatches(rows_of(97), config)
-    segment = Segment(config=config, start_step=1, dp_rank=1, dp_size=2)
-    for batch, (step, k) in zip(micro_batches.following(itertools.islice(segment, 20)), segment, strict=False):
+    micro_batches = MicroBatches(rows_of(97), config, views)
+    wanted = list(itertools.islice(Segment(config=config, start_step=1, dp_rank=1, dp_size=2), 20))
+    for together, (step, k) in zip(micro_batches.following(wanted), wanted, strict=True):
         alone = micro_batches(step, k)
-        for name, value in vars(batch).items():
-            np.testing.assert_array_equal(value, getattr(alone, name), strict=isinstance(value, np.ndarray))
+        for one, other in zip((together, *together.views), (alone, *alone.views), strict=True):
+            for name in vars(one).keys() - {"views"}:
+                value = getattr(one, name)
+                np.testing.assert_array_equal(value, getattr(other, name), strict=isinstance(value, np.ndarray))
 
 
 @pytest.mark.parametrize("repeats", [1, 3])

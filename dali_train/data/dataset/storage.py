@@ -29,7 +29,7 @@ from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError,
 
 ImageBytes = NDArray[np.uint8]
 T = TypeVar("T")
-RUN_BYTES = 1 << 20  # neighbours are fetched by one request of up to this
+RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
 _ATTEMPTS = 3  # at an image from a store whose checksum is wrong
 
@@ -115,16 +115,11 @@ class MappedFiles:
 
     def prefetch(self, images: NDArray[np.int64]) -> None:
         """Read `images` into the page cache."""
-        rows = self._rows[images]
-        rows = rows[np.lexsort((rows["offset"], rows["shard"]))]  # in place they may be shuffled
-        shards, begins = rows["shard"].astype(np.int64), rows["offset"].astype(np.int64)
-        ends = begins + rows["size"]
-        are_apart = (np.diff(shards) != 0) | (begins[1:] - ends[:-1] > GAP_BYTES)
-        firsts, lasts = np.flatnonzero(np.append(True, are_apart)), np.flatnonzero(np.append(are_apart, True))
+        runs = adjacent(self._rows, images)
+        firsts, lasts = (self._rows[[run[place] for run in runs]] for place in (0, -1))
+        ends = lasts["offset"] + lasts["size"]
         ranges: dict[str, list[tuple[int, int]]] = {}
-        for shard, begin, end in zip(
-            shards[firsts].tolist(), begins[firsts].tolist(), ends[lasts].tolist(), strict=True
-        ):
+        for shard, begin, end in zip(firsts["shard"].tolist(), firsts["offset"].tolist(), ends.tolist(), strict=True):
             ranges.setdefault(os.fspath(self._paths[shard]), []).append((begin, end))
         self.page_cache.read(ranges)
 

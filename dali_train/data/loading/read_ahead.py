@@ -3,9 +3,9 @@
 Otherwise a decoder that touches a page that is not in memory waits for the disk, 128 kB at a time. Adjacent bytes are
 prefetched in requests of 1 MB, several at once: in a block order whole windows, in other orders the next images.
 
-Prefetching bytes that are already in memory is wasted work: it costs a fifth of the speed of raw pixels, and nothing
-measurable if images are decoded. (Testing first, with RWF_NOWAIT, makes the kernel fetch the tested pages one by one:
-on a disk with 500 requests per second this was slower than no reading ahead.)
+Prefetching bytes that are already in memory is wasted work: it costs a quarter to a third of the speed of raw pixels on
+two cores, and nothing measurable if images are decoded. (Testing first, with RWF_NOWAIT, makes the kernel fetch the
+tested pages one by one: on a disk with 500 requests per second this was slower than no reading ahead.)
 
 Reading ahead does not influence the order of images. If the storage does not answer, reading ahead stops but the run
 continues; if a shard differs from the index, the run ends with an error that names it.

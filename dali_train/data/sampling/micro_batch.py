@@ -20,8 +20,8 @@ from dali_train.data.sampling.order import order_of
 from dali_train.data.sampling.policy import draw_operators, erased_boxes, erasing_noise, policy_of
 from dali_train.data.sampling.rng import Purpose, torch_seed
 
-Coordinate = tuple[int, int]
-"""Step and number of a micro-batch."""
+StepAndK = tuple[int, int]
+"""Which micro-batch: its step, and its number in it."""
 
 # Of micro-batches that are drawn together: the next ones must be ready before those in the queues are used up.
 _IMAGES_AT_ONCE = 2048
@@ -140,38 +140,36 @@ class MicroBatches:
         (micro_batch,) = self._drawn([(step, k)])
         return micro_batch
 
-    def following(self, coordinates: Iterable[Coordinate]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches at `coordinates`, which are drawn some at a time.
+    def following(self, wanted: Iterable[StepAndK]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches `wanted`, which are drawn some at a time.
 
         A draw is hundreds of NumPy calls of a few microseconds. From 500 elements on each of them releases the GIL and
         waits for it again, and so does each operator of the model in the thread that launches kernels: drawn one by
         one, a micro-batch of 256 images delayed that thread by 3 to 5 ms, though it needed 1 ms (measured).
         """
         num_at_once = max(1, min(_MOST_AT_ONCE, _IMAGES_AT_ONCE // self._config.batch.micro_batch))
-        coordinates = iter(coordinates)
-        while some := list(itertools.islice(coordinates, num_at_once)):
-            for _, alike in itertools.groupby(some, key=lambda coordinate: id(self._config_at(coordinate[0]))):
+        wanted = iter(wanted)
+        while some := list(itertools.islice(wanted, num_at_once)):
+            for _, alike in itertools.groupby(some, key=lambda step_and_k: id(self._config_at(step_and_k[0]))):
                 yield from self._drawn(list(alike))
 
-    def _drawn(self, coordinates: Sequence[Coordinate]) -> list[MicroBatch]:
-        """Return the micro-batches at `coordinates`, whose steps have the same settings."""
+    def _drawn(self, wanted: Sequence[StepAndK]) -> list[MicroBatch]:
+        """Return the micro-batches `wanted`, whose steps have the same settings."""
         if not self._views:
-            return self._drawn_as(self._config_at(coordinates[0][0]), coordinates)
-        views = [
-            self._drawn_as(config, coordinates, number, len(self._views)) for number, config in enumerate(self._views)
-        ]
+            return self._drawn_as(self._config_at(wanted[0][0]), wanted)
+        views = [self._drawn_as(config, wanted, number, len(self._views)) for number, config in enumerate(self._views)]
         return [replace(several[0], views=several) for several in zip(*views, strict=True)]
 
     def _drawn_as(
-        self, config: SampleConfig, coordinates: Sequence[Coordinate], view: int = 0, num_views: int = 1
+        self, config: SampleConfig, wanted: Sequence[StepAndK], view: int = 0, num_views: int = 1
     ) -> list[MicroBatch]:
-        """Return the micro-batches at `coordinates`, or one view of them, with the settings of `config`.
+        """Return the micro-batches `wanted`, or one view of them, with the settings of `config`.
 
         What is drawn for each image is drawn for all of them at once; the same numbers, whatever is drawn beside them.
         """
         data = config.data
         seed = config.data.seed
-        positions = np.concatenate([self.positions(step, k) for step, k in coordinates])
+        positions = np.concatenate([self.positions(step, k) for step, k in wanted])
         images, epochs = self.order.images_at(positions)
         epochs = epochs * num_views + view  # as for repeats: no two views of an image have the same number
         rows = self._rows[images]
@@ -214,7 +212,7 @@ class MicroBatches:
                 dropout_seed=torch_seed(seed, Purpose.DROPOUT, step=step, k=k),
                 size=data.train_size,
             )
-            for number, (step, k) in enumerate(coordinates)
+            for number, (step, k) in enumerate(wanted)
         ]
 
 
