@@ -52,18 +52,10 @@ def test_a_resume_may_change_it() -> None:
         ({"tensor": {"mode": "3d", "size": 9}}, "parallel.tensor.size is 9 with mode 3d.* 8 or 27"),
         ({"tensor": {"mode": "2.5d", "size": 8}}, "size is 8 with mode 2.5d.*parallel.tensor.depth"),
         ({"tensor": {"mode": "2.5d", "size": 6, "depth": 2}}, "size is 6 with mode 2.5d and depth 2.* 2 or 8"),
-        ({"tensor": {"size": 4, "depth": 2}}, "parallel.tensor.depth is 2 with parallel.tensor.mode 1d"),
         (
             {"tensor": {"mode": "3d", "size": 27}},
             "batch.micro_batch is 2.*size 27 and parallel.tensor.mode 3d.*multiple of 9",
         ),
-        (
-            {"tensor": {"mode": "2d", "size": 4, "sequence_parallel": True}},
-            "parallel.tensor.sequence_parallel is true with parallel.tensor.mode 2d.*false",
-        ),
-        ({"tensor": {"mode": "2d", "size": 4}, "shard": "full"}, "parallel.shard is full .*parallel.tensor.mode 2d"),
-        ({"num_chunks": 2}, "parallel.num_chunks is 2 .*parallel.pipeline 1"),
-        ({"shard_ranks": 2}, "parallel.shard_ranks is 2 .*parallel.shard none"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:

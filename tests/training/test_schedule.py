@@ -146,13 +146,6 @@ def test_the_peak_follows_the_batch_if_asked_to(scale: str, factor: float) -> No
         ({"warmup_lr": -1e-6}, "warmup_lr is -1e-06: use a"),
         ({"min_lr": -1.0}, "min_lr is -1.0: use a"),
         ({"name": "polynomial", "power": 0.0}, "power is 0.0: use a"),
-        ({"name": "cosine", "power": 2.0}, "power is 2 with schedule.name cosine: .* leave it out"),
-        ({"decay_rate": 0.5}, "decay_rate is 0.5 with schedule.name linear: .* leave it out, or use step or multistep"),
-        (
-            {"name": "multistep", "milestones": (3,), "decay_epochs": 2.0},
-            "decay_epochs is 2 with schedule.name multistep: .* leave it out",
-        ),
-        ({"name": "step"}, "schedule.name is step with schedule.decay_epochs none: set"),
         (
             {"name": "step", "decay_epochs": 2.0, "decay_rate": 1.5},
             "decay_rate is 1.5: use a factor over 0 and up to 1",
