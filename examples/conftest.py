@@ -22,6 +22,13 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 os.environ["OMP_NUM_THREADS"] = "1"  # of all that is started or forked here
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All that needs other people's trainers is of the thorough tier."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.thorough)
+
+
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 images to train on and 10 to evaluate, in two classes."""

@@ -55,41 +55,7 @@ config = Config(
 """
 
 
-# Fixtures that start trainers.
-_STARTS_RUNS = {
-    "cluster",
-    "everything",
-    "finished",
-    "plain_run",
-    "run_command",
-    "runs",
-    "start_training",
-    "train",
-    "users",
-}
-# Files whose tests start trainers, benchmarks or a store on their own.
-_SLOW_FILES = {
-    "test_api.py",
-    "test_bench.py",
-    "test_bucket.py",
-    "test_documents.py",
-    "test_exactness.py",
-    "test_export.py",
-    "test_extending.py",
-    "test_hang.py",
-    "test_local_launch.py",
-    "test_no_waiting.py",
-    "test_notebook.py",
-    "test_parallel.py",
-    "test_quickstart.py",
-    "test_ray.py",
-    "test_run_lock.py",
-    "test_torture.py",
-    "test_workflow.py",
-}
-
-
-# Tests that take a minute or more each, beside which all others run.
+# Files that take longest, beside which all others run.
 _LONG_FILES = {"test_slurm.py", "test_fuzz.py"}
 
 # Many processes each, which leave nothing of two cores; and the file that judges by seconds of silence. One after the
@@ -125,19 +91,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts trainers as slow, and let the files that take longest begin, so that others run beside them."""
-    slow = set()
-    for item in items:
-        if item.path.name in _SLOW_FILES or _STARTS_RUNS & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.slow)
-            slow.add(item.path)
-    items.sort(
-        key=lambda item: (
-            item.path.name not in _LONG_FILES,
-            item.path.name not in _CROWDED_FILES,
-            item.path not in slow,
-        )
-    )
+    """Let the files that take longest begin, so that others run beside them."""
+    items.sort(key=lambda item: (item.path.name not in _LONG_FILES, item.path.name not in _CROWDED_FILES))
 
 
 def photograph(seed: int, height: int, width: int) -> Image.Image:

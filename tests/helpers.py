@@ -5,13 +5,14 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+import pytest
 import torch
 
 from dali_train.checkpoint.format import load_newest
@@ -24,7 +25,7 @@ from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.loading.pipelines import Batch
 from dali_train.runtime.status import STEP_PHASES, read_events
 from tests.conftest import REPOSITORY, StartTraining, final_weights, relative_differences
-from tests.ranks import POOL, Ranks
+from tests.ranks import POOL, Ranks, patience
 
 # Largest |difference| / |weight| of a tensor after 7 steps (4 epochs of 50 images in batches of 32), measured between 1
 # and 2 ranks: 5e-6 in float32, 1e-14 in float64. Float64 resolves 2**29 = 5e8 times finer and the difference shrinks
@@ -87,6 +88,11 @@ class Pause(Hook):
         while record.step == 6:
             time.sleep(1)
 """
+
+
+def in_tiers(values: Iterable[Any], *first: Any) -> list[Any]:
+    """Return the parameters of a test, of which all but `first` are of the thorough tier."""
+    return [value if value in first else pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
 
 def words(line: str) -> tuple[str, ...]:
@@ -156,11 +162,12 @@ def state_difference(a: Path, b: Path) -> float:
     return max(value for each in differences for value in each.values())
 
 
-def wait_until(done: Callable[..., bool], *arguments: Any) -> None:
-    end = time.monotonic() + 30
+def wait_until(done: Callable[..., bool], *arguments: Any, seconds: float = 30) -> None:
+    """Wait for what must come, at most `patience` of `seconds`."""
+    end = time.monotonic() + patience(seconds)
     while not done(*arguments):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+        assert time.monotonic() < end, f"{done} did not come in {patience(seconds):.0f} s"
+        time.sleep(0.05)
 
 
 def has_ended(pid: int) -> bool:
@@ -189,10 +196,10 @@ def kill_after_step_4(start_training: StartTraining, config: Path, name: str, *o
     doomed.kill()
 
 
-def in_ranks(number: int, target: Callable[..., None], *arguments: Any, timeout_s: float = 240) -> None:
+def in_ranks(number: int, target: Callable[..., None], *arguments: Any) -> None:
     """Call ``target(rank, *arguments)`` on `number` ranks of the pool at once, all of which must end well."""
     with tempfile.NamedTemporaryFile() as log:
-        statuses = POOL.run(number, _with_rank, target, arguments, log=Path(log.name), timeout_s=timeout_s)
+        statuses = POOL.run(number, _with_rank, target, arguments, log=Path(log.name))
         assert statuses == [0] * number, f"{statuses}\n{log.read().decode()}"
 
 

@@ -5,6 +5,7 @@ Both are forked from a server that has imported torch and DALI once, which takes
 
 import atexit
 import faulthandler
+import functools
 import gc
 import logging
 import multiprocessing
@@ -17,14 +18,30 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(["tests.preloaded"])
-TIMEOUT_S = 300.0
+
+
+@functools.cache
+def _slowness() -> float:
+    """Return how many times as long as on a quiet core of an EPYC of 2026 a piece of work takes this process when it
+    first asks, at least 1."""
+    begin = time.perf_counter()
+    sum(number * number for number in range(2_000_000))
+    return max(1.0, (time.perf_counter() - begin) / 0.1)
+
+
+def patience(seconds: float) -> float:
+    """Return how long to wait for what must come, given how long that is on a quiet machine with a wide margin. A
+    deadline in a test is one of these."""
+    return seconds * _slowness()
+
+
+TIMEOUT_S = patience(300)
 
 
 def free_port() -> int:
@@ -180,7 +197,7 @@ def _serve(jobs: Connection) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        torch.compile = partial(torch.compile, backend="aot_eager")
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
     faulthandler.register(signal.SIGUSR2)
     environment, directory, num_threads = dict(os.environ), Path.cwd(), torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "ip", "unshare", "nsenter")
@@ -67,8 +68,9 @@ def reason_against() -> str:
 class Cluster:
     """Up when constructed; `close` it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, patience: Callable[[float], float]) -> None:
         self._directory = directory
+        self._patience = patience  # of tests/ranks.py, which this file as a script cannot import
         directory.mkdir(parents=True)
         directory.chmod(0o755)
         (directory / "state").mkdir()
@@ -109,7 +111,7 @@ class Cluster:
                 env=self.environment,
                 start_new_session=True,
             )
-        end = time.monotonic() + 60
+        end = time.monotonic() + patience(60)
         while not (directory / "ready").exists():
             if self._outer.poll() is not None or time.monotonic() > end:
                 logs = [path.read_text() for path in directory.glob("*.log")]
@@ -140,7 +142,7 @@ class Cluster:
             env={**self.environment, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=self._patience(120),
             check=False,
         )
         assert not check or done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"

@@ -11,6 +11,8 @@ from tests.conftest import Train
 from tests.helpers import FLOAT64_BOUND, largest_difference, samples
 from tests.ranks import POOL, command
 
+pytestmark = pytest.mark.thorough
+
 OPTIONS = ["--precision.dtype", "fp64", "--run.eval_every_epochs", "1", "--parallel.shard", "full"]
 
 

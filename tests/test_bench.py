@@ -34,6 +34,8 @@ from tools.bench.peers import CONTENDERS, Task, export_files
 from tools.bench.turns import chosen, take_turns
 from tools.bench.views import VIEWS
 
+pytestmark = pytest.mark.thorough
+
 
 def bench_step(arguments: list[str]) -> None:
     sys.argv = ["bench_step.py", *arguments]

@@ -36,6 +36,7 @@ def run_commands_of(page: str, expected: list[str]) -> None:
         assert main([*words, *(SMALL if words[0] == "train" else ())]) == 0, command
 
 
+@pytest.mark.thorough
 def test_a_folder_becomes_an_exported_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +51,7 @@ def test_a_folder_becomes_an_exported_model(
     assert Path("runs/photos/configs/photos.py").read_text() == Path("photos.py").read_text()
 
 
+@pytest.mark.thorough
 def test_timms_arguments_become_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +74,7 @@ def fine_tuning() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "fine-tune.md").read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(3))
 def test_configs_for_fine_tuning(number: int, dataset: Path, tmp_path: Path, run_command: Train) -> None:
     """Each is planned as it is, and trains with a smaller network."""
@@ -117,8 +120,8 @@ def test_the_loaders_page(dataset: Path, tmp_path: Path, monkeypatch: pytest.Mon
     [
         (28, 0, "train_size=28 eval_size=28 crop_side=28 crop_padding=3 eval_resize_to=28 dali_resnet34_cifar"),
         (28, 9, "train_size=28 eval_size=28 crop_area=(0.35, dali_resnet34_cifar"),
-        (150, 0, "train_size=128 eval_size=128 resnet18"),
-        (300, 5, "train_size=128 eval_size=128 resnet18"),
+        pytest.param(150, 0, "train_size=128 eval_size=128 resnet18", marks=pytest.mark.thorough),
+        pytest.param(300, 5, "train_size=128 eval_size=128 resnet18", marks=pytest.mark.thorough),
     ],
 )
 def test_init_fits_what_lies_there(
@@ -140,6 +143,7 @@ def test_init_fits_what_lies_there(
     assert f"--output {path}: this file exists" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_init_of_a_bucket(dataset: Path, s3_server: S3Server, tmp_path: Path) -> None:
     url, path = "s3://bucket/photos", tmp_path / "config.py"
     assert main(["data", "subset", str(dataset), "--classes", "3", "--out", url]) == 0

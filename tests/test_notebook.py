@@ -15,10 +15,13 @@ from safetensors.torch import load_file
 from dali_train.config import load_config
 from tests.conftest import REPOSITORY, finished_run
 from tests.helpers import FLOAT32_BOUND, in_ranks, largest_difference, losses, samples
+from tests.ranks import patience
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+
+pytestmark = pytest.mark.thorough
 
 # Interrupts as Jupyter does, with a signal for the kernel's process group, once the run has logged its fourth step.
 INTERRUPT = """
@@ -41,7 +44,9 @@ def run_and_interrupt(name, **processes):
 def executed(cells: list[str], folder: Path) -> list[tuple[str, str]]:
     """What each cell printed and gave, and the error that it raised, "" without one."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", allow_errors=True).execute(cwd=str(folder))
+    seconds = round(patience(240))
+    client = nbclient.NotebookClient(notebook, timeout=seconds, kernel_name="python3", allow_errors=True)
+    client.execute(cwd=str(folder))
     results = []
     for cell in notebook.cells:
         shown = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in cell.outputs]

@@ -117,7 +117,6 @@ config = load_config({recipe!r}).replace({{
 """
 
 
-@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for number in range(32):

@@ -73,7 +73,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         server.shutdown()
 
 
-@pytest.mark.slow
 def test_progress_is_posted(server: Server, tmp_path: Path) -> None:
     assert main(["data", "convert", "digits", "--out", str(tmp_path / "digits")]) == 0
     config = dali_train.load_config(FOLDER / "vit-b16.py")

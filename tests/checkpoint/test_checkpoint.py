@@ -332,9 +332,8 @@ def save_shards(_rank: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_shards_are_saved_by_their_ranks_and_read_as_one(tmp_path: Path) -> None:
-    in_ranks(2, save_shards, tmp_path, timeout_s=120)
+    in_ranks(2, save_shards, tmp_path)
     weights = load_checkpoint(tmp_path / "checkpoints" / "step-00000001").state["model"]
     assert weights.keys() == {"rows", "columns", "all"}
     assert all(torch.equal(weight, state(1)["model"]["head.weight"]) for weight in weights.values())

@@ -179,6 +179,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 LOST = r"dali-train train: lost touch with other ranks. Missing or late: rank 1 on .*"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "breaks", "first", "second", "statuses", "says"),
     [

@@ -16,6 +16,7 @@ import pytest
 from dali_train.cli import main
 from dali_train.commands.boundary import run_command
 from tests.conftest import REPOSITORY
+from tests.ranks import patience
 
 B16 = str(REPOSITORY / "configs" / "vit-b16.py")
 
@@ -165,7 +166,7 @@ def test_signals_while_torch_is_imported(number: signal.Signals, status: int, pl
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    _, printed = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=patience(60))
     assert process.returncode == status
     assert printed.startswith("dali-train export: stopped with ") and printed.count("\n") == 1
 
@@ -232,6 +233,7 @@ TAB = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shell", TAB)
 def test_completion(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:

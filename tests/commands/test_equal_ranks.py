@@ -86,7 +86,6 @@ def with_other_rate_on_rank_1(words: list[str]) -> int:
     return command([*words, *(["--optimizer.lr", "0.2"] if os.environ["RANK"] == "1" else [])])
 
 
-@pytest.mark.slow
 def test_commands_compare_before_they_begin(tiny_config: Path, plain_run: Path, tmp_path: Path) -> None:
     """All ranks end, one of them says why, and nothing was written."""
     words = ["--config", str(tiny_config), "--run.dir", str(tmp_path / "run")]

@@ -26,6 +26,7 @@ from dali_train.training.model import build_model, check_sizes
 from dali_train.training.optim import make_optimizer
 from dali_train.training.schedule import learning_rate
 from tests.conftest import REPOSITORY
+from tests.helpers import in_tiers
 
 IMAGENET = 1_281_167
 CONFIGS = REPOSITORY / "configs"
@@ -59,6 +60,7 @@ def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(part in line for part in ("100 epochs", "78.1 %", "arXiv 2110.00476", "not run"))
 
 
+@pytest.mark.thorough
 def test_a_wheel_holds_the_recipes(tmp_path: Path) -> None:
     """Installed away from the repository: a recipe is found by name, and a file of that name still wins."""
     for name in ("dali_train", "configs"):
@@ -171,7 +173,7 @@ def test_steps_divide_for_1_to_128_ranks(name: str) -> None:
 ONE_OF_EACH = {(recipe(name).model.name, recipe(name).optimizer.name): name for name in ON_IMAGENET}
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+@pytest.mark.parametrize("name", in_tiers(ONE_OF_EACH.values(), "vit-b16-warmup50", "vit5-s"))
 def test_plan_accepts_each_model_with_its_optimizer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = recipe(name)
     fewer = {"depth": 2}  # the other blocks are alike
@@ -180,7 +182,7 @@ def test_plan_accepts_each_model_with_its_optimizer(name: str, capsys: pytest.Ca
             fewer = {setting: (1, 1, 1, 1)}
     changes = {f"model.kwargs.{setting}": value for setting, value in fewer.items()}
     config = config.replace({**changes, "model.weights": None})  # of a run that nobody has made here
-    print_plan(config, world_size=128, num_images=IMAGENET, picture=None)
+    print_plan(config, world_size=128, num_images=IMAGENET, picture=None, gpu_name="h100")
     assert f"{IMAGENET:,} in 1000 classes" in capsys.readouterr().out
 
 

@@ -28,7 +28,7 @@ from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.errors import RunError
 from tests.conftest import REPOSITORY, encoded, photograph
 from tests.convert.files import EPS, convert, files_of, small_photograph, write_folder, write_training_archive
-from tests.ranks import FORK
+from tests.ranks import FORK, patience
 
 CLASSES = {"ant": 9, "bee": 12, "cat": 10, "dog": 6}
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "make_tfrecords.py")]
@@ -71,7 +71,7 @@ def test_images_are_shuffled_over_all_shards_by_the_seed(folder: Path, tmp_path:
     assert np.count_nonzero(np.diff(labels)) > 15  # classes are mixed
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_20_killed_runs_end_with_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL at a random moment of a run with decoding, re-encoding and a bad image to skip, again and again."""
     folder = write_folder(tmp_path / "images", {"ant": 16, "bee": 16, "cat": 16})
@@ -126,7 +126,6 @@ def end_of(process: multiprocessing.process.BaseProcess) -> int | None:
     return process.exitcode
 
 
-@pytest.mark.slow
 def test_parts_have_the_bytes_of_one_process(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of four, one killed and started again, one run twice at once, and one forgotten."""
     (folder / "ant" / "bad.jpg").write_bytes(small_photograph(7)[:-50])
@@ -173,7 +172,6 @@ def kill_at_third_shard() -> None:
     shards.publish, shards._FLUSHERS = publish_or_die, 1
 
 
-@pytest.mark.slow
 def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path) -> None:
     """What was converted before the kill is not converted again."""
     out = tmp_path / "out"
@@ -277,7 +275,6 @@ def test_what_is_refused_leaves_nothing_behind(
     assert files_of(tmp_path) == before and sorted(path.name for path in tmp_path.iterdir()) == ["images", "work"]
 
 
-@pytest.mark.slow
 def test_a_place_that_is_closed_to_the_user(folder: Path, tmp_path: Path) -> None:
     closed, log = tmp_path / "closed", tmp_path / "log"
     closed.mkdir(mode=0o555)
@@ -385,7 +382,6 @@ def fill_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Path, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     arguments = ["folder", "--train", str(folder), "--train-shards", "3", "--out", str(out)]
@@ -401,7 +397,6 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
     assert files_of(out) == files_of(tmp_path / "other")
 
 
-@pytest.mark.slow
 def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
     archive = write_training_archive(tmp_path / "train.tar", num_images=200)
     arguments = ["imagenet", "--train-archive", str(archive), "--out", str(tmp_path / "out"), "--workers", "2"]
@@ -417,7 +412,7 @@ def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
         time.sleep(0.005)
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=patience(60))
     assert process.returncode == 130
     assert "stopped; start the same command again to resume" in error and "Traceback" not in error
     assert end_of(start_convert(arguments)) == 0

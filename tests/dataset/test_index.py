@@ -239,7 +239,6 @@ def open_with_limits(root: Path, soft: int, hard: int) -> None:
             MappedFiles(Split(root, "train"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hard", [400, 280])
 def test_more_shards_than_open_files(tmp_path: Path, hard: int) -> None:
     for number in range(60):

@@ -8,6 +8,7 @@ import pytest
 from dali_train.cli import main
 from tests.conftest import REPOSITORY
 from tests.convert.files import write_folder
+from tests.ranks import patience
 
 SCRIPT = """
 import os, resource, sys, threading
@@ -51,7 +52,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(("soft", "hard", "most"), [(64, 64, 64), (100, 500, 500), (200, 2000, 2000)])
 def test_two_sets_of_more_files_than_may_be_open(roots: list[str], soft: int, hard: int, most: int) -> None:
     words = [sys.executable, "-c", SCRIPT, str(soft), str(hard), *roots]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, timeout=120, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, timeout=patience(120), check=False)
     assert done.returncode == 0, done.stderr
     failed, num_open, limit = done.stdout.rsplit(" ", 2)
     assert failed == "[]"

@@ -18,6 +18,8 @@ from dali_train.extras.image_names import file_names
 from tests.conftest import Train
 from tests.helpers import losses, samples, words
 
+pytestmark = pytest.mark.thorough
+
 CLASSES = {"dark": 40, "bright": 210}
 WRONG = 3
 # Every step has all images once. The rate is that of a network which learns brightness at once.

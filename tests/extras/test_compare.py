@@ -24,6 +24,7 @@ def test_the_difference_of_pairs() -> None:
     assert any("0.00 of the variance" in line for line in found.describe())
 
 
+@pytest.mark.thorough
 def test_pairs_are_trained_once_and_have_the_same_samples(
     run_command: Train, tiny_config: Path, dataset: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from tests.conftest import Train, encoded, jpeg, photograph, run_in_pool, write_
 ALONE = discover(LaunchOptions(), {})
 
 
+@pytest.mark.thorough
 def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
     output = run_command("doctor", "--config", str(tiny_config), "--run.dir", str(tmp_path / "run"))
     lines = {
@@ -42,7 +43,7 @@ def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: 
     assert not (tmp_path / "run").exists(), "it leaves nothing behind, not even the directory"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
     words = ["--config", str(tiny_config), "--run.dir", str(tmp_path / "run")]
     words += ["--parallel.pipeline", "2", "--parallel.shard", "full"]
@@ -60,7 +61,7 @@ def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
     assert "fine for random initial weights, wrong for pretrained ones" in output
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_training_would_refuse(tiny_config: Path, tmp_path: Path) -> None:
     """Images that cannot be decoded, a shard that changed after indexing, a batch for fewer ranks, sizes that
     the model does not take, and a run directory that cannot be made."""

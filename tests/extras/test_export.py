@@ -206,6 +206,7 @@ def test_onnxruntime_reads_what_was_exported(finished: Path) -> None:
         np.testing.assert_allclose(logits, logits_of(load_trained(finished).model, images).numpy(), atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_documents_example_is_what_predict_does(finished: Path, tmp_path: Path) -> None:
     """On odd photographs: of odd sides, turned, grey, CMYK, with alpha; whether or not the run turns them."""
     pytest.importorskip("onnxruntime")
@@ -248,6 +249,7 @@ def test_onnx_without_its_packages_says_what_to_install(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["timm", "torch-export", "onnx"])
 def test_export_on_a_full_disk_is_one_line(
     finished: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -417,6 +419,7 @@ def test_an_export_replaces_no_run(finished: Path, tmp_path: Path, capsys: pytes
     assert main(["export", str(finished), "--output", str(finished / "config.json")]) == 2
 
 
+@pytest.mark.thorough
 def test_photographs_are_turned_as_those_of_the_training_set(
     finished: Path, make_run: Callable[..., Path], dataset: Path, tmp_path: Path
 ) -> None:
@@ -485,6 +488,7 @@ def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.Captur
     assert output.count("the same") == 4
 
 
+@pytest.mark.thorough
 def test_diff_names_the_first_draw_that_differs(
     finished: Path, make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,12 +22,14 @@ from dali_train import cli
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
+from dali_train.extras.fit import steps as fit_steps
 from dali_train.extras.init import _seconds
 from dali_train.extras.init.config_file import write_config
 from dali_train.extras.init.network import describe_weights
 from dali_train.extras.init.trial import Trial
 from dali_train.runtime.status import START_AGAIN, read_status
-from tests.helpers import words
+from tests.helpers import wait_until, words
+from tests.ranks import POOL, command
 
 CLASSES = {"dark": 60, "bright": 190}
 CHANGE = """
@@ -54,7 +57,20 @@ def start(source: Path, out: Path, *options: str) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.slow
+def test_from_a_folder_to_a_model(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each step in a process that was forked, which does not import torch for seconds."""
+    log, out = tmp_path / "log", tmp_path / "run"
+    monkeypatch.setattr(fit_steps, "_run", lambda line: POOL.run(1, command, list(line), log=log)[0])
+    assert cli.main(["fit", str(photos), "--out", str(out), "--epochs", "2", "--schedule.warmup_epochs", "0"]) == 0
+    assert re.search(r"top-1 [\d.]+% of 12 validation images", log.read_text())
+    assert f"model and card  {out}/export/timm" in capsys.readouterr().out
+    assert read_status(out).state == "finished"  # type: ignore[union-attr]
+    assert (out / "export" / "timm" / "README.md").is_file() and (out / "report" / "index.html").is_file()
+
+
+@pytest.mark.thorough
 def test_from_a_folder_to_a_model_through_kills(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,10 +112,7 @@ def test_from_a_folder_to_a_model_through_kills(
 
 
 def until_a_checkpoint(run: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not any((run / "checkpoints").glob("step-*/manifest.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: any((run / "checkpoints").glob("step-*/manifest.json")), seconds=120)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +160,7 @@ def index(photos: Path) -> Path:
     return photos.parent / "index"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_time_is_tried_with_several_processes(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dali_train.extras.init.trial._SHARE", 0.0)  # no longer than a trial for a minute
     assert cli.main(words(f"init {index} --output {tmp_path / 'config.py'} --for 15m --num-processes 2")) == 0
@@ -160,16 +173,13 @@ def has_trained(directory: Path) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_trial_that_is_interrupted_writes_no_config(index: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dali_train", "init", str(index), "--output", "config.py", "--for", "50m"]
     process = subprocess.Popen(
         command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 120
-    while not has_trained(tmp_path):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until(has_trained, tmp_path, seconds=120)
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate()
     assert process.returncode == 128 + signal.SIGINT and "no config was written" in printed, printed

@@ -149,6 +149,7 @@ def test_every_form_has_the_images_of_the_conversion_in_its_order(forms: Path, c
     assert len(Split(forms / "subset", "train")) == 40
 
 
+@pytest.mark.thorough
 def test_runs_are_equal_to_the_bit_on_any_form_killed_and_resumed(
     forms: Path,
     train: Train,

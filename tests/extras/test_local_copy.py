@@ -127,7 +127,6 @@ def make_copy_and_say(source: Path, directory: Path, log: Path) -> None:
         assert same_images(source, copy.path)
 
 
-@pytest.mark.slow
 def test_one_of_many_processes_copies(source: Path, tmp_path: Path) -> None:
     logs = [tmp_path / f"{number}.log" for number in range(6)]
     processes = [FORK.Process(target=make_copy_and_say, args=(source, tmp_path / "disk", log)) for log in logs]

@@ -74,6 +74,7 @@ def start_sleeper(
     return subprocess.Popen(words, env=environment, **pipes, text=True, start_new_session=True)
 
 
+@pytest.mark.thorough
 def test_no_rank_outlives_the_process_and_the_next_start_removes_what_it_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_no_rank_outlives_the_process_and_the_next_start_removes_what_it_left(
     assert [path.name for path in tmp_path.glob("dali-train-*")] == ["dali-train-foreign"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:
     """A terminal sends it to them too, in the middle of their imports."""
     parent = start_sleeper(tmp_path, ranks=2)
@@ -125,6 +127,7 @@ def test_ctrl_c_when_the_ranks_have_ended_but_not_yet_the_agent() -> None:
     assert ranks.num_interrupts == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
 def test_a_signal_while_the_agent_waits(tmp_path: Path, number: signal.Signals, name: str) -> None:
     """For another host's answer, or for memory: no process is started then that could handle it."""
@@ -139,6 +142,7 @@ def test_a_signal_while_the_agent_waits(tmp_path: Path, number: signal.Signals, 
     assert name in errors or "TERM" in errors
 
 
+@pytest.mark.thorough
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     parent = start_sleeper(tmp_path, guard="")
     errors = parent.communicate()[1]

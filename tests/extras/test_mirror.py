@@ -164,6 +164,7 @@ def url(finished: Path) -> str:
     return url
 
 
+@pytest.mark.thorough
 def test_commands_take_a_mirror(
     finished: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], photograph_file: Path
 ) -> None:
@@ -466,6 +467,7 @@ def test_an_answer_that_is_lost_loses_no_claim(url: str, s3_server: S3Server) ->
 # A store that is away
 
 
+@pytest.mark.thorough
 def test_a_store_that_is_away_ends_nothing(
     finished: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -519,6 +521,7 @@ mirror._STALLED_S, mirror._IMPATIENT_S = 2.0, 0.5
 """
 
 
+@pytest.mark.thorough
 def test_a_store_that_refuses_from_some_moment_on(
     start_training: StartTraining, train: Train, in_bucket: Path, s3_server: S3Server, tmp_path: Path
 ) -> None:

@@ -143,6 +143,7 @@ def test_vit5_refuses(kwargs: dict[str, object], error: type[Exception], message
         tiny_vit5(**kwargs)
 
 
+@pytest.mark.thorough
 def test_vit5_in_a_pipeline_differs_by_rounding(train: Train, tmp_path: Path) -> None:
     options = words(
         "--model.name dali_vit5_small_patch16 --model.kwargs.depth 3 --run.max_steps 3 --precision.dtype fp64 "

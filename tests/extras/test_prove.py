@@ -46,6 +46,7 @@ def proven_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 BRANCH = ("--schedule.name", "wsd", "--schedule.decay_epochs", "1.92")  # the last 3 of 7 steps, from the peak on
 
 
+@pytest.mark.thorough
 def test_a_branch_is_the_run_that_has_its_schedule_from_the_beginning(
     dataset: Path, tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -413,6 +414,7 @@ def test_what_was_changed_is_named(
         assert re.search(named, differing[subject]), differing
 
 
+@pytest.mark.thorough
 def test_an_honest_run_agrees_however_it_was_interrupted(
     train: Train,
     start_training: StartTraining,
@@ -472,6 +474,7 @@ def test_a_step_is_trained_again(proven_run: Path, tmp_path: Path, capsys: pytes
     assert replayed(run, 5, status=1) == {"loss", "gradient"}
 
 
+@pytest.mark.thorough
 def test_how_small_a_change_a_replay_sees_is_said(train: Train, tmp_path: Path) -> None:
     """In bf16 on another processor: a matrix changed by twice as much is named, one changed by a quarter is not."""
     run = tmp_path / "run"
@@ -515,6 +518,7 @@ def test_a_change_of_the_recipe_is_named(train: Train, tmp_path: Path) -> None:
         assert "optimizer.lr 0.01 -> 0.02" in printed
 
 
+@pytest.mark.thorough
 def test_a_run_that_went_on_between_two_lines(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The means of its next line begin there, also if the checkpoint is gone; as a run of its own it agrees, too."""
     options = (*CHECKPOINTS, "--hooks.log_every_steps", "2")
@@ -529,6 +533,7 @@ def test_a_run_that_went_on_between_two_lines(train: Train, tmp_path: Path, caps
     assert replayed(tmp_path / "run", 2) == {"loss", "gradient", "weights", "tensors"}
 
 
+@pytest.mark.thorough
 def test_a_step_that_overflowed_is_trained_again(train: Train, tmp_path: Path) -> None:
     """Its gradient norm is not a number, there as here, except in float64."""
     overflowing = ("--precision.dtype", "fp16", "--precision.initial_scale", "1e9", "--run.epochs", "10")

@@ -16,6 +16,7 @@ from tests.helpers import FLOAT64_BOUND, events, extended, largest_difference, s
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'dali-train[ray]'")
 
+pytestmark = pytest.mark.thorough
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 

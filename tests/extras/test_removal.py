@@ -102,6 +102,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
     return dict(zip(copies, lines, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", PARTS)
 def test_the_rest_works_without(part: str, answers: dict[str, dict[str, str]]) -> None:
     answer = answers[part]

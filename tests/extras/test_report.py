@@ -29,6 +29,7 @@ from dali_train.runtime.status import STEP_PHASES, best_evaluation, decisive
 from dali_train.text import duration, plural, printable, redacted
 from tests.conftest import REPOSITORY, TINY_CONFIG, run_in_pool
 from tests.helpers import EXCLUDED, extended, write_run
+from tests.ranks import patience
 
 MEASURING = """
 class BiasNorm(Hook):
@@ -124,7 +125,7 @@ def test_runs_are_served_while_they_train(runs: list[Path], tmp_path: Path) -> N
         Thread(target=server.serve_forever, daemon=True).start()
 
         def get(target: str, **headers: str) -> tuple[int, str, str]:
-            connection = HTTPConnection(*server.server_address[:2], timeout=30)
+            connection = HTTPConnection(*server.server_address[:2], timeout=patience(30))
             connection.request("GET", target, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(), answer.headers.get("ETag", "")
@@ -301,6 +302,7 @@ def test_what_bounds_a_run(
             assert "smaller" not in what_bounds(run)
 
 
+@pytest.mark.thorough
 def test_picture_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
     config = str(REPOSITORY / "configs" / "vit-b32.py")
@@ -337,6 +339,7 @@ def test_the_energy_of_a_run(tmp_path: Path) -> None:
         assert energy in page and ("kWh" in page) == bool(energy)
 
 
+@pytest.mark.thorough
 def test_the_price_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the peak of the GPUs, and by the speed of the run once there is one."""
 

@@ -521,6 +521,7 @@ def _evaluate(rank: int, ranks: int, config_file: str, out: str) -> None:
         Path(out).write_text(json.dumps(values))
 
 
+@pytest.mark.thorough
 def test_an_evaluation_is_the_same_on_any_number_of_ranks(several_config: Path, tmp_path: Path) -> None:
     results = []
     for ranks in (1, 2, 3):
@@ -555,6 +556,7 @@ ON_SEVERAL = Compared(RUN, 3, resumed=True)
 SHORT = words("--run.epochs 2 --schedule.warmup_epochs 1")
 
 
+@pytest.mark.thorough
 def test_a_run_does_not_depend_on_ranks_and_resumes_with_the_same_bits(
     several_config: Path, train: Train, run_command: Train, tmp_path: Path
 ) -> None:

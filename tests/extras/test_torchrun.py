@@ -13,7 +13,6 @@ from dali_train.runtime.status import MISTAKE, START_AGAIN
 from tests.ranks import FORK, POOL
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("action", "status"), [("os._exit(75)", 75), ("1 / 0", 2), ("os.kill(os.getpid(), 9)", 1)])
 def test_torchrun_with_the_trainers_status(action: str, status: int, tmp_path: Path) -> None:
     config, log = tmp_path / "config.py", tmp_path / "log"
@@ -42,7 +41,6 @@ def test_ranks_that_end_differently(statuses: tuple[int, ...], status: int, monk
     assert torchrun.main(["-m", "dali_train", "train"]) == status
 
 
-@pytest.mark.slow
 def test_term_reaches_the_ranks_and_starts_them_again(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     config.write_text(

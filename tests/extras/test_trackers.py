@@ -15,9 +15,6 @@ from dali_train.hooks.hook_list import make_trackers
 from tests.conftest import StartTraining, Train
 from tests.helpers import extended
 
-wandb = pytest.importorskip("wandb")
-event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
 MISSING = """
 import sys
 for name in ("tensorboard", "wandb", "mlflow"):
@@ -60,6 +57,8 @@ def scalars_of_metrics(directory: Path) -> Scalars:
 
 
 def scalars_of_tensorboard(directory: Path) -> Scalars:
+    from tensorboard.backend.event_processing import event_accumulator
+
     reader = event_accumulator.EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
     tags = reader.Tags()
@@ -121,6 +120,7 @@ def scalars_of_mlflow(directory: Path, store: Path) -> Scalars:
     return scalars
 
 
+@pytest.mark.thorough
 def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a resumed run: its second half resumes from step 4, and the first one had reached step 7."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for this test's own reading
@@ -186,6 +186,7 @@ def test_an_id_that_no_tracker_wrote(content: bytes, tmp_path: Path) -> None:
         load_id(path, "id")
 
 
+@pytest.mark.thorough
 def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """Port 9 (discard) refuses. The key must stay in the environment, whatever goes wrong."""
     key, nowhere = "0123456789abcdef" * 2 + "01234567", "http://127.0.0.1:9"
@@ -204,6 +205,7 @@ def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) ->
             assert key.encode() not in path.read_bytes(), f"the key is in {path}"
 
 
+@pytest.mark.thorough
 def test_a_failed_run_closes_its_trackers(
     train: Train, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from tests.conftest import REPOSITORY
 flyte = pytest.importorskip("flyte")
 from dali_train.extras import workflow  # noqa: E402 (it needs Flyte)
 
-pytestmark = pytest.mark.usefixtures("forked_launch")
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("forked_launch")]
 
 CONFIG = """
 from dali_train.config import *

@@ -150,7 +150,7 @@ FAULTS: dict[str, Fault] = {
         "if parameter.grad is not None][:: -1 if dist.get_rank() == 1 else 1]",
         _ORDER,
         ranks=4,
-        options=TENSOR,
+        options=(*TENSOR, "--parallel.timeout_s", "20"),
     ),
     "order: statistics, left out": Fault(
         "dali_train.training.invariant:RunningStatistics.finish_step",

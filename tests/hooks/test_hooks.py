@@ -340,6 +340,7 @@ def test_predictions_are_those_of_the_evaluation(users: Shared) -> None:
             assert (users.directory / "predictions" / "images" / f"{row['image']}.png").exists()
 
 
+@pytest.mark.thorough
 def test_tables_last_as_long_as_their_checkpoints(train: Train, tmp_path: Path) -> None:
     """And what a kill left in the run directory is removed at the next start."""
     one = ("--run.keep_checkpoints", "1", "--run.epochs", "8", "--hooks.predictions", "3")

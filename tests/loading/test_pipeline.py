@@ -4,7 +4,6 @@ import gc
 import io
 import json
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import DatasetError
 from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import TINY_CONFIG, encoded, jpeg, photograph, write_shard
-from tests.helpers import first_batches, loader_of
+from tests.helpers import first_batches, loader_of, wait_until
 
 CPU = torch.device("cpu")
 
@@ -117,11 +116,8 @@ def test_progressive_sizes_are_those_of_their_steps(config: Config) -> None:
                 assert (batch.micro_batch.step, batch.micro_batch.size, batch.images.shape[-1]) == (step, size, size)
                 assert torch.equal(batch.images, alone.next().images)
     del loader, alone
-    deadline = time.monotonic() + 20
-    while threading.active_count() > threads:  # each size's threads end with it, once what they were doing is done
-        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
-        time.sleep(0.05)
-        gc.collect()
+    # Each size's threads end with it, once what they were doing is done.
+    wait_until(lambda: gc.collect() >= 0 and threading.active_count() <= threads)
 
 
 def test_without_antialiasing_pixels_differ(unmixed: Config) -> None:

@@ -100,7 +100,6 @@ def test_what_is_ahead_is_read_once(dataset: Path, shuffle: str) -> None:
     wait_until(lambda: not threads())
 
 
-@pytest.mark.slow
 def test_no_thread_meets_the_end_of_the_interpreter(tiny_config: Path) -> None:
     """Which would end the process with SIGABRT, now and then."""
     script = f"""
@@ -173,7 +172,6 @@ def test_runs_have_the_images_in_long_reads() -> None:
             assert apart or ends[other[0]] - starts[one[0]] > RUN_BYTES, "no longer run was possible"
 
 
-@pytest.mark.slow
 def test_measuring_it(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tools.bench import read
 

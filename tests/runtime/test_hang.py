@@ -29,6 +29,7 @@ WAITING = re.compile(r"^phase (backward|all-reduce|logging), step \d+$", re.MULT
 THREE = ("--batch.global_batch", "24", "--batch.micro_batch", "8")  # one for each of three ranks
 
 
+@pytest.mark.thorough
 def test_a_frozen_rank_is_named(start_training: StartTraining, tmp_path: Path) -> None:
     ranks = start_training("run", *LONG, *THREE, *TIMEOUT, ranks=3)
     wait_for_steps(ranks, tmp_path / "run", 3)

@@ -27,7 +27,7 @@ from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import METRICS, goodput, read_events, read_status
 from tests.conftest import REPOSITORY, Train
 from tests.helpers import FLOAT32_BOUND, LONG, extended, in_ranks, largest_difference, samples
-from tests.ranks import free_port
+from tests.ranks import free_port, patience
 
 NOTHING = LaunchOptions()
 TORCHRUN = {
@@ -85,6 +85,7 @@ def test_places(environ: dict[str, str], expected: tuple[object, ...], monkeypat
     assert place(discover(NOTHING, environ)) == expected
 
 
+@pytest.mark.thorough
 def test_a_shell_with_a_terminal_is_no_task() -> None:
     """`srun --pty bash`: a session with a controlling terminal, whatever the output goes to."""
     code = "from tests.runtime.test_launch import *; print(*place(discover(NOTHING, PTY)))"
@@ -152,7 +153,6 @@ def test_wrong_environments_are_explained(options: LaunchOptions, environ: dict[
         discover(options, environ)
 
 
-@pytest.mark.slow
 def test_one_rank_reports_a_mistake_and_torchruns_table_has_it() -> None:
     """The other one waits to be ended, so that nothing in the table has a time to come."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dali_train", "train"]
@@ -221,7 +221,7 @@ def test_addresses_and_interfaces_that_are_none(
 
 def join_with_a_gpu_on_rank_1(rank: int, directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=200))  # on a busy machine
+        patch.setattr(group_module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=patience(200)))
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         if rank == 0:  # the later one: the other order ends when that rank's launcher ends it
             check = group_module._require_same_backend
@@ -258,6 +258,7 @@ class Pause(Hook):
 """
 
 
+@pytest.mark.thorough
 def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """One of one rank, which a second one joins, whose rank then dies: that costs the steps since the last checkpoint
     and nothing else. torch.distributed.launch is torchrun with one more word, --local-rank."""

@@ -18,6 +18,7 @@ from dali_train.runtime import lock as run_lock
 from dali_train.runtime.lock import FILE, RunLock, find_holder
 from tests.conftest import REPOSITORY, StartTraining, Train
 from tests.helpers import LONG, wait_for_steps
+from tests.ranks import patience
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +100,7 @@ def test_a_dead_holder_on_this_machine_is_replaced_at_once(tmp_path: Path, monke
     hold(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").release()
 
 
+@pytest.mark.thorough
 def test_a_holder_elsewhere_is_known_by_its_signs_of_life(tmp_path: Path) -> None:
     abandon(tmp_path, ELSEWHERE, SLURM_JOB_ID="7")
     dead = threading.Event()
@@ -156,6 +158,7 @@ def test_of_many_starts_at_once_one_wins(tmp_path: Path) -> None:
     assert sorted(start.communicate()[0] for start in starts) == [""] * 5 + ["mine\n"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("meanwhile", ["taken over", "finished", "nothing"])
 def test_a_holder_that_was_frozen_for_too_long_ends(tmp_path: Path, meanwhile: str) -> None:
     """It neither trains beside the next run, nor takes the lock again when that has finished."""
@@ -173,7 +176,7 @@ def test_a_holder_that_was_frozen_for_too_long_ends(tmp_path: Path, meanwhile: s
             lock.release()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     frozen.send_signal(signal.SIGCONT)
-    output, errors = frozen.communicate(timeout=30)
+    output, errors = frozen.communicate(timeout=patience(30))
     assert frozen.returncode == 1 and not output
     reason = {"taken over": "it names pid", "finished": "the file is gone", "nothing": "it was not refreshed for"}
     assert f"run.lock is lost: {reason[meanwhile]}" in errors

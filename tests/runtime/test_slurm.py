@@ -19,6 +19,7 @@ from dali_train.runtime.status import newest_step, read_status
 from tests.conftest import REPOSITORY, Train, final_weights
 from tests.convert.files import files_of, write_folder
 from tests.helpers import extended, samples
+from tests.ranks import patience
 from tests.slurm_cluster import Cluster, reason_against
 
 pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against())
@@ -28,7 +29,8 @@ ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "P
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(Path("/tmp") / f"slurm-{os.getpid()}")  # short: sockets have names of at most 107 characters
+    directory = Path("/tmp") / f"slurm-{os.getpid()}"  # short: sockets have names of at most 107 characters
+    cluster = Cluster(directory, patience)
     yield cluster
     cluster.close()
 
@@ -67,6 +69,7 @@ def test_ranks_are_found(cluster: Cluster, tmp_path: Path) -> None:
     assert [place[2] for place in found("device", *four, "--gpus-per-task=1")] == [0, 1, 0, 1]
 
 
+@pytest.mark.thorough
 def test_two_steps_of_a_job_use_two_ports(cluster: Cluster, tmp_path: Path) -> None:
     step = f"srun -n1 bash -c '{dump_into(tmp_path)}'"
     cluster.run("salloc", "-n2", "bash", "-c", f"{step} & {step}; wait")
@@ -111,7 +114,7 @@ class Job:
         self.number = cluster.run(*words, environment=ENVIRONMENT).split()[-1]
 
     def until(self, what: str, happened: Callable[[], bool]) -> None:
-        end = time.monotonic() + 240  # on a busy machine a start takes a minute
+        end = time.monotonic() + patience(240)
         while not happened():
             if time.monotonic() > end:
                 queue = self._cluster.run("squeue", check=False) + self._cluster.run(
@@ -184,6 +187,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.thorough
 def test_slurm_takes_the_nodes_and_gives_them_back(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
     """The tasks have the time to save."""
     run = tmp_path / "run"
@@ -207,6 +211,7 @@ os._exit(0 if "SLURM_RESTART_COUNT" in os.environ else 75)
 """
 
 
+@pytest.mark.thorough
 def test_each_task_of_an_array_has_its_seed_and_is_queued_again_alone(
     cluster: Cluster, tiny_config: Path, tmp_path: Path
 ) -> None:
@@ -219,6 +224,7 @@ def test_each_task_of_an_array_has_its_seed_and_is_queued_again_alone(
     assert all(job.count(f"job {job.number}_{task}: stopped on request") == 1 for task in (0, 1)), job.text()
 
 
+@pytest.mark.thorough
 def test_a_conversion_as_an_array_has_the_bytes_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
     photos = write_folder(tmp_path / "photos", {"ant": 6, "bee": 6})
     words = ["folder", "--train", str(photos), "--train-shards", "4", "--out"]
@@ -252,6 +258,7 @@ config = config.replace({
 """
 
 
+@pytest.mark.thorough
 def test_the_life_of_a_run(cluster: Cluster, tiny_config: Path, tmp_path: Path, train: Train) -> None:
     run, end = tmp_path / "run", tmp_path / "end"
     end.touch()

@@ -87,7 +87,6 @@ def test_signals_during_the_save_do_not_hurt(start_training: StartTraining, tmp_
     assert read_status(tmp_path / "run") is not None
 
 
-@pytest.mark.slow
 def test_ranks_that_wait_for_another_stop_at_once(tiny_config: Path, tmp_path: Path) -> None:
     """The main thread is in the rendezvous, outside Python, where it would stay for most of a minute."""
     arguments = ["train", "--config", str(tiny_config), "--run.dir", str(tmp_path / "run")]
@@ -162,7 +161,7 @@ def test_status_tells_what_the_trainer_ended_with(
     status(1, r"killed \(.*SIGKILL.*\), step 2 of")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("times", [2, 3])
 def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int) -> None:
     """As while kernels are compiled: the second ends the process in seconds, the third at once, and no traceback is
@@ -188,7 +187,7 @@ def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int
     assert process.stderr.read() == expected
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("under_torchrun", [True, False])
 def test_a_rank_ends_with_its_launcher(tmp_path: Path, under_torchrun: bool) -> None:
     """torchrun that is killed leaves no rank behind; what a shell has started stays when the shell goes."""

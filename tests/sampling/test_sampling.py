@@ -27,6 +27,7 @@ from dali_train.data.sampling.order import BlockOrder, Blocks, SampleOrder
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator, shuffled, torch_seed
 from tests.config.test_config import PLAIN
 from tests.convert.files import tool
+from tests.helpers import in_tiers
 
 
 def words(*values: int) -> np.ndarray:
@@ -74,7 +75,7 @@ def images_of(count: int, heights: Any = 1, widths: Any = 1, *, epoch: int = 0) 
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])
-@pytest.mark.parametrize("case", cases(30))
+@pytest.mark.parametrize("case", in_tiers(cases(30), *cases(10)))
 def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(
     case: tuple[int, ...], shuffle: str
 ) -> None:
@@ -135,6 +136,16 @@ def test_micro_batches_are_the_same_whatever_they_are_drawn_beside(
             for name in vars(one).keys() - {"views"}:
                 value = getattr(one, name)
                 np.testing.assert_array_equal(value, getattr(other, name), strict=isinstance(value, np.ndarray))
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+def test_a_segment_may_begin_within_a_step(num_done: int) -> None:
+    """The coordinate has three of the five micro-batches of a step; what it has done of one is not done again, and
+    the next steps are whole."""
+    shared: dict[str, Any] = {"config": config_of(20, 4), "start_step": 3, "dp_rank": 0, "dp_size": 2}
+    whole = list(itertools.islice(Segment(**shared), 9))
+    assert whole[:4] == [(3, 0), (3, 2), (3, 4), (4, 0)]
+    assert list(itertools.islice(Segment(**shared, num_done=num_done), 9 - num_done)) == whole[num_done:]
 
 
 @pytest.mark.parametrize("repeats", [1, 3])

@@ -50,7 +50,6 @@ def forward(model: nn.Module, inputs: torch.Tensor, seed: int) -> torch.Tensor:
     return outputs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_block_draws_its_masks_wherever_it_is(aot_eager: None, compiled: bool) -> None:
     """A pipeline's later stage has not drawn what comes before its first block."""
@@ -75,7 +74,6 @@ def test_a_block_draws_its_masks_wherever_it_is(aot_eager: None, compiled: bool)
     )
 
 
-@pytest.mark.slow
 def test_stochastic_depth_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block has a rate of its own, as a tensor, so one graph serves all but the first, which drops nothing."""
     from torch._dynamo.testing import CompileCounterWithBackend

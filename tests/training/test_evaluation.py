@@ -200,7 +200,6 @@ def test_labels_of_other_images_are_refused(named: Path, dataset: Path, tmp_path
         read_labels(tmp_path / "nowhere.json", split)
 
 
-@pytest.mark.slow
 def test_several_sets_are_evaluated_in_a_run_and_by_eval(
     train: Train, run_command: Train, dataset: Path, named: Path, tmp_path: Path
 ) -> None:
@@ -257,7 +256,6 @@ def test_every_number_of_ranks_counts_the_same(train: Train, tmp_path: Path) -> 
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", [("--checkpoint", "nowhere"), ("--model.weights", "nowhere.safetensors")])
 def test_a_mistake_is_printed_by_one_of_two_ranks(tiny_config: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     output = run_in_pool(["eval", "--config", str(tiny_config), *words], tmp_path / "log", ranks=2, status=2)

@@ -49,6 +49,7 @@ def digests(num_threads: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.thorough
 def test_weights_do_not_depend_on_instructions_and_threads() -> None:
     assert issubclass(ViT5, nn.Module), "registered"
     code = "import json, sys, tests.training.test_initial_weights as t; print(json.dumps(t.digests(int(sys.argv[1]))))"

@@ -161,17 +161,10 @@ def test_without_a_teacher_the_objective_is_the_loss() -> None:
     ("settings", "message"),
     [
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
-        (
-            {"name": "focal", "class_weights": "balanced"},
-            "class_weights is balanced with loss.name focal: leave it out",
-        ),
         ({"class_weights": "effective"}, "class_weights is 'effective': use none, balanced, effective-BETA such as"),
         ({"class_weights": (("cat", -1),)}, "class_weights .*: use .* or pairs such as"),
         ({"positive_weight": "cat"}, "positive_weight is 'cat': use a number over 0, .*balanced, or pairs"),
         ({"name": "binary-cross-entropy", "target_threshold": 1.5}, "target_threshold is 1.5"),
-        ({"distillation": "hard"}, "distillation is hard with loss.teacher none: set loss.teacher"),
-        ({"teacher": "resnet50"}, "teacher is resnet50 .*loss.distillation none: set it"),
-        (TEACHER | {"distillation": "hard", "temperature": 3.0}, "temperature is 3 with loss.distillation hard"),
         (TEACHER | {"temperature": 0.0}, "temperature is 0.0"),
         (TEACHER | {"distillation_weight": 0.0}, "distillation_weight is 0.0"),
     ],

@@ -75,6 +75,7 @@ ONE_MEASUREMENT = words(
 )
 
 
+@pytest.mark.thorough
 def test_it_does_not_depend_on_the_layout(train: Train, tmp_path: Path) -> None:
     def estimate(name: str, *options: str, ranks: int = 1) -> float | None:
         train(name, *ONE_MEASUREMENT, *options, ranks=ranks)

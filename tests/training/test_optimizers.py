@@ -158,7 +158,7 @@ def step_on_shards(rank: int) -> None:
                 torch.testing.assert_close(shard.full_tensor(), entire.detach(), rtol=1e-14, atol=1e-15, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_shards_step_as_entire_weights_do() -> None:
     assert {"lamb", "clamb", "lars", "adamw", "adan", "novograd", "madgrad", "lion", "sgd"} <= {*computing_on_shards()}
     in_ranks(2, step_on_shards)

@@ -57,10 +57,11 @@ def test_another_bit_or_order_changes_the_digest() -> None:
     ("ranks", "tensor", "named"),
     [
         (2, "weight", "rank 0 on .* and rank 1 on .* differ from each other in .* Either may be wrong"),
-        (
+        pytest.param(
             3,
             "self.optimizer.state[weight]['exp_avg']",
             "state of rank 1 on [^:]* differ from those of 2 other replicas",
+            marks=pytest.mark.thorough,
         ),
     ],
     ids=["two, undecided", "three, optimizer state"],
@@ -85,6 +86,7 @@ def test_a_run_whose_replicas_differ_ends_before_it_saves(
     assert all(torch.equal(resumed[name], undisturbed[name]) for name in undisturbed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "layout", "tensor", "named"),
     [

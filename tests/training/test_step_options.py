@@ -58,9 +58,13 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(first, second) for first, second in zip(a, b, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [{"compile": "model"}, {"compile": "blocks", "activation_checkpointing": True}], ids=str
+    "fields",
+    [
+        pytest.param({"compile": "model"}, marks=pytest.mark.thorough),
+        {"compile": "blocks", "activation_checkpointing": True},
+    ],
+    ids=str,
 )
 def test_dropout_belongs_to_the_micro_batch(tiny_config: Path, aot_eager: None, fields: dict[str, Any]) -> None:
     compiled = model(tiny_config, **fields)
@@ -326,6 +330,7 @@ def test_memory_counts_averages_masks_and_the_optimizers_step(tiny_config: Path)
     assert undone.update_bytes == plain.update_bytes + plain.weight_bytes + plain.optimizer_bytes
 
 
+@pytest.mark.thorough
 def test_the_state_of_an_optimizer_that_reads_numbers_of_tensors_is_foreseen(tiny_config: Path) -> None:
     """Such as a count or a norm, which tensors without data do not have."""
     config = load_config(tiny_config)
@@ -341,6 +346,7 @@ def test_the_state_of_an_optimizer_that_reads_numbers_of_tensors_is_foreseen(tin
         assert memory_of(named).optimizer_bytes == num_bytes, name
 
 
+@pytest.mark.thorough
 def test_a_plan_says_what_fits(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ["plan", "--config", str(tiny_config)]
     assert main([*config, "--gpu-memory", "16", "--world-size", "2"]) == 0

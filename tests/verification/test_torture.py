@@ -23,6 +23,7 @@ from tests.verification.torture_resume import (
 )
 
 
+@pytest.mark.thorough
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     forkserver.ensure_running()  # with what tests/ranks.py has it import; the tool's list is for a server of its own
     settings = Settings(kills=4, layouts=["data:2", "tensor:2", "shard:2"], shuffle="full", stores=False, seed=8)
