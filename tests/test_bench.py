@@ -34,8 +34,6 @@ from tools.bench.peers import CONTENDERS, Task, export_files
 from tools.bench.turns import chosen, take_turns
 from tools.bench.views import VIEWS
 
-pytestmark = pytest.mark.thorough
-
 
 def bench_step(arguments: list[str]) -> None:
     sys.argv = ["bench_step.py", *arguments]
@@ -234,6 +232,7 @@ def test_a_ratio_beyond_its_bound_fails(capsys: pytest.CaptureFixture[str]) -> N
     assert "1 beyond the bound: time" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_the_parts_of_a_step_add_up(tiny_config: Path, tmp_path: Path) -> None:
     options = words("--rounds 1 --steps 2 --only synthetic bare --profile --model.activation_checkpointing true")
     files = ("--config", tiny_config, "--json", tmp_path / "rounds.jsonl", "--plot", tmp_path / "rounds.png")
@@ -268,6 +267,7 @@ def test_a_mistake_is_one_line(tiny_config: Path, tmp_path: Path) -> None:
     assert "bench_step.py: " in log.read_text() and "Traceback" not in log.read_text()
 
 
+@pytest.mark.thorough
 def test_optimizers_are_compared_with_rates_from_held_out_images(
     tiny_config: Path,
     dataset: Path,
@@ -291,6 +291,7 @@ def test_optimizers_are_compared_with_rates_from_held_out_images(
     assert not any(line.startswith("step ") for line in again) and [row in again for row in rows] == [True, True]
 
 
+@pytest.mark.thorough
 def test_components_are_compared_with_their_publications(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,8 +18,6 @@ from dali_train.extras.image_names import file_names
 from tests.conftest import Train
 from tests.helpers import losses, samples, words
 
-pytestmark = pytest.mark.thorough
-
 CLASSES = {"dark": 40, "bright": 210}
 WRONG = 3
 # Every step has all images once. The rate is that of a network which learns brightness at once.
@@ -46,6 +44,7 @@ def mislabelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "index"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "ledger"), [(1, "false"), (3, "true")])
 def test_wrong_labels_are_found_first(
     ranks: int, ledger: str, mislabelled: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -93,6 +92,7 @@ def check_suspects(run: Path, names: set[str], train: Train, capsys: pytest.Capt
     assert len(seen) == 7 * 24 and len(set(seen)) == 21 and not {int(row["image"]) for row in rows} & set(seen)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("epochs", ["1", "3"])
 def test_suspects_are_of_the_second_half_of_a_run(
     epochs: str, mislabelled: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -24,8 +24,6 @@ from dali_train.training.optim import make_optimizer
 from dali_train.training.precision import compute_in
 from tests.helpers import in_ranks
 
-pytestmark = pytest.mark.thorough
-
 CPU = torch.device("cpu")
 SEEDS = [torch_seed(1, Purpose.DROPOUT, step=0, k=k) for k in range(2)]
 CASES = {
@@ -164,6 +162,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
     return results
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_compute_what_one_process_computes(measured: dict[str, dict[str, float]], case: str) -> None:
     """In float64, where the rounding of sums in another order is all that may differ."""
