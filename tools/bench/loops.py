@@ -162,8 +162,8 @@ class Gate(Hook):
     def step(self, record: StepRecord) -> None:
         self._done += 1
         if self._done == 1:
-            self._before = self._totals()
             self._meter.begin()
+            self._before = self._totals()  # afterwards: a profiler takes long to start
         elif self._done == 1 + self._meter.steps:
             self._done = 0
             self._meter.end({phase: after - self._before[phase] for phase, after in self._totals().items()})
