@@ -5,6 +5,7 @@ dali-train with one more dataset."""
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import Parallel, parallelize
 from dali_train.training import build
 from dali_train.training.loss import LOSSES
+from dali_train.training.optim import GRADIENT_TRANSFORMS
 from dali_train.training.schedule import SCHEDULES
 
 flipped: list[torch.Size] = []
@@ -92,6 +94,16 @@ def patches(pretrained: bool = False, **kwargs: Any) -> Patches:
 
 SCHEDULES["half"] = lambda settings, peak, span: peak / 2
 LOSSES["three"] = lambda config, logits, targets, lambdas: ((logits - 3) ** 2).mean()
+
+
+def centralise(parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+    """Let the gradients of an output's weights have the mean 0 (Yong et al., arXiv 2004.01461)."""
+    for parameter in parameters:
+        if parameter.ndim > 1:
+            parameter.grad -= parameter.grad.flatten(1).mean(1).reshape(-1, *[1] * (parameter.ndim - 1))
+
+
+GRADIENT_TRANSFORMS["centralised"] = lambda optimizer, bound, cfg: centralise
 
 
 class Flipped(Hook):
@@ -165,7 +177,7 @@ build.parallelize = parallelize_by_hand
 config = Config(
     data=DataConfig(root="counted://stripes", train_size=32, eval_size=32, eval_resize_to=36, num_threads=1),
     model=ModelConfig(name="patches", kwargs={"drop_rate": 0.1}),
-    optimizer=OptimizerConfig(name="descent", lr=1e-2),
+    optimizer=OptimizerConfig(name="descent", lr=1e-2, clip_mode="centralised"),
     schedule=ScheduleConfig(name="half"),
     loss=LossConfig(name="three"),
     batch=BatchConfig(global_batch=32, micro_batch=4),

@@ -16,8 +16,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 
-from dali_train.checkpoint.format import load_newest
+from dali_train.checkpoint.format import load_checkpoint, load_newest
+from dali_train.checkpoint.run_directory import checkpoint_paths
 from dali_train.cli import main
 from tests.conftest import REPOSITORY, Train, photograph
 from tests.helpers import FLOAT64_BOUND, extended, losses, samples, state_difference
@@ -63,6 +65,9 @@ def test_every_row_in_a_run(stripes: Path, tmp_path: Path) -> None:
     newest, _ = load_newest(one / "checkpoints")
     assert newest is not None and newest.values.optimizer.kind == "Descent"
     assert set(newest.values.optimizer.numbers.values()) == {3}, "the optimizer's own count of its steps"
+    checkpoints = [load_checkpoint(path) for path in checkpoint_paths(one / "checkpoints")]
+    first, last = (checkpoints[index].state["model"]["patches.weight"].flatten(1) for index in (0, -1))
+    assert torch.allclose(first.mean(1), last.mean(1)) and not torch.allclose(first, last), "the change of gradients"
     assert {"train", "validation"} >= set((stripes / "counted.txt").read_text().split()) >= {"train"}, "the storage"
     assert json.loads((one / "config.json").read_text())["data"]["root"] == f"counted://{stripes}"
     assert "gradients are averaged by hand" in run.log.read_text(), "the kind of parallelism, which keeps the invariant"

@@ -531,10 +531,11 @@ class OptimizerConfig:
     that exclude_vectors would exempt."""
     clip_grad_norm: Annotated[float, Rule("a norm over 0", OVER_0)] | None = 1.0
     """Largest global 2-norm of the gradient, or what clip_mode says (timm's --clip-grad); None: no clipping."""
-    clip_mode: Literal["norm", "value", "agc"] = "norm"
+    clip_mode: str = "norm"
     """What clip_grad_norm bounds, as timm's --clip-mode. norm: the 2-norm of all gradients together. value: each
     element. agc: the ratio of the 2-norms of gradient and weight, of each output of a layer and of each vector, but for
-    the classifier (adaptive gradient clipping, Brock et al., arXiv 2102.06171, there 0.01)."""
+    the classifier (adaptive gradient clipping, Brock et al., arXiv 2102.06171, there 0.01). Or one that the config file
+    adds to dali_train.training.optim.GRADIENT_TRANSFORMS."""
 
     CONFLICTS = (
         Conflict(

@@ -3,13 +3,15 @@
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dali_train.config import HooksConfig
 from dali_train.config.check import load_rows, lookup
@@ -26,10 +28,16 @@ logger = logging.getLogger("dali_train")
 
 
 class HookList:
-    """Calls each hook at the moments that it overrides, in the order given."""
+    """Calls each hook at the moments that it overrides, in the order given; those of the `user` last.
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
-        self._hooks = list(hooks)
+    Hooks may only read weights: neither the recipe nor the record of a run knows what they do. Where a hook of the user
+    changes them while it is called, a warning says so.
+    """
+
+    def __init__(self, hooks: Sequence[Hook], user: Sequence[Hook] = ()) -> None:
+        self._hooks = [*hooks, *user]
+        self._user = user
+        self._watched: list[nn.Parameter] = []
         self._failures: Counter[Hook] = Counter()
         self._directory = ""
 
@@ -40,9 +48,12 @@ class HookList:
 
     def start(self, record: RunStart) -> None:
         self._directory = str(record.directory)
-        for hook in list(self._hooks):
-            if not self._guarded(hook, "start", partial(hook.start, record)):
-                self._hooks.remove(hook)
+        if self._user:
+            self._watched = list(record.model.parameters())
+        with self._reading("before the first step"):
+            for hook in list(self._hooks):
+                if not self._guarded(hook, "start", partial(hook.start, record)):
+                    self._hooks.remove(hook)
         self._measuring = self._overriding("measure")
         self._stepping = self._overriding("step")
         self._saving = self._overriding("saving")
@@ -50,21 +61,25 @@ class HookList:
 
     def measure(self) -> dict[str, float]:
         measured: dict[str, float] = {}
-        for hook in self._measuring:
-            self._guarded(hook, "measure", partial(_measure, hook, measured))
+        with self._reading("as they measured"):
+            for hook in self._measuring:
+                self._guarded(hook, "measure", partial(_measure, hook, measured))
         return measured
 
     def step(self, record: StepRecord) -> None:
-        for hook in self._stepping:
-            self._guarded(hook, f"step {record.step}", partial(hook.step, record))
+        with self._reading(f"after step {record.step}"):
+            for hook in self._stepping:
+                self._guarded(hook, f"step {record.step}", partial(hook.step, record))
 
     def saving(self, step: int) -> None:
-        for hook in self._saving:
-            self._guarded(hook, f"the checkpoint of step {step}", partial(hook.saving, step))
+        with self._reading(f"before the checkpoint of step {step}"):
+            for hook in self._saving:
+                self._guarded(hook, f"the checkpoint of step {step}", partial(hook.saving, step))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        for hook in self._evaluating:
-            self._guarded(hook, f"the evaluation of step {record.step}", partial(hook.evaluation, record))
+        with self._reading(f"after the evaluation of step {record.step}"):
+            for hook in self._evaluating:
+                self._guarded(hook, f"the evaluation of step {record.step}", partial(hook.evaluation, record))
 
     def end(self, record: RunEnd) -> None:
         # In reverse order, so that the log files are still open when other hooks report at their end.
@@ -76,6 +91,21 @@ class HookList:
     def closed(self, directory: Path) -> None:
         for hook in self._overriding("closed"):
             self._guarded(hook, "closing", partial(hook.closed, directory))
+
+    @contextmanager
+    def _reading(self, moment: str) -> Iterator[None]:
+        """Warn, once in a run, if weights change in this context."""
+        before = [parameter._version for parameter in self._watched]  # which torch raises with each change in place
+        yield
+        if before != [parameter._version for parameter in self._watched]:
+            self._watched = []
+            logger.warning(
+                "hooks have changed weights %s: of hooks.user (%s), which may only read them, because neither the "
+                "recipe nor a resume or `prove` knows of it. To change gradients add a row to GRADIENT_TRANSFORMS, "
+                "see docs/extending.md",
+                moment,
+                ", ".join(type(hook).__name__ for hook in self._user),
+            )
 
     def _overriding(self, moment: str) -> list[Hook]:
         return [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(Hook, moment)]
@@ -162,7 +192,7 @@ def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
         hooks += trackers
     if config.trace_samples:
         hooks.append(SampleTrace(writes=layout.is_first_of_coordinate))  # once per micro-batch
-    return HookList([*hooks, *map(_make_user_hook, config.user)])
+    return HookList(hooks, [*map(_make_user_hook, config.user)])
 
 
 def make_trackers(names: tuple[str, ...]) -> list[Hook]:

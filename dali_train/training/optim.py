@@ -23,17 +23,19 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from dali_train.config import EmaConfig, OptimizerConfig
-from dali_train.config.check import close_names
+from dali_train.config.check import close_names, lookup
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise, laid_out_like, local
 from dali_train.training.pretrained import classifiers, matching_names
 
-Clip = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
-"""Clips the gradients of an optimizer's parameters, in its order, given their global 2-norm, 0-dimensional."""
+Clip = Callable[[Sequence[torch.Tensor], torch.Tensor], object]
+"""Changes the gradients of an optimizer's parameters in place, which come in its order, given their global 2-norm,
+0-dimensional."""
 
 
 def _orthogonalise_in_own_dtype(optimizer: Optimizer) -> None:
@@ -155,16 +157,23 @@ def make_clip(optimizer: Optimizer, config: OptimizerConfig, cfg: dict[str, Any]
     Args:
         cfg: timm's description of the model, which names the classifier; None: there is none.
     """
-    bound = config.clip_grad_norm
-    if bound is None:
-        return None
-    if config.clip_mode == "norm":
-        return lambda parameters, norm: torch.nn.utils.clip_grads_with_norm_(parameters, bound, norm)
-    if config.clip_mode == "value":
-        return lambda parameters, norm: torch.nn.utils.clip_grad_value_(parameters, bound)
+    make = lookup(GRADIENT_TRANSFORMS, "optimizer.clip_mode", config.clip_mode)
+    return None if config.clip_grad_norm is None else make(optimizer, config.clip_grad_norm, cfg)
+
+
+def _clip_adaptively(optimizer: Optimizer, bound: float, cfg: dict[str, Any] | None) -> Clip:
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     adapts = [name.rpartition(".")[0] not in classifiers(cfg) for name in names]
     return lambda parameters, norm: adaptive_clip_grad(compress(parameters, adapts), bound)
+
+
+GRADIENT_TRANSFORMS: dict[str, Callable[[Optimizer, float, dict[str, Any] | None], Clip]] = {
+    "norm": lambda optimizer, bound, cfg: lambda parameters, norm: clip_grads_with_norm_(parameters, bound, norm),
+    "value": lambda optimizer, bound, cfg: lambda parameters, norm: clip_grad_value_(parameters, bound),
+    "agc": _clip_adaptively,
+}
+"""What optimizer.clip_mode names: each makes the function that changes the gradients of each step, given the optimizer,
+optimizer.clip_grad_norm, and timm's description of the model. A config file can add a row."""
 
 
 def resolved_arguments(optimizer: Optimizer) -> dict[str, Any]:

@@ -95,6 +95,20 @@ class Warning(Hook):
         warnings.warn("something old is used", UserWarning)
 """
 
+HALVING_HOOK = """
+import torch
+
+class Halving(Hook):
+    def start(self, record):
+        self.model = record.model
+
+    @torch.no_grad()
+    def step(self, record):
+        if record.step >= 2:
+            for parameter in self.model.parameters():
+                parameter.mul_(0.5)
+"""
+
 REMOVING_HOOK = """
 import shutil
 
@@ -180,7 +194,7 @@ def test_a_hook_in_the_users_config(users: Shared) -> None:
     assert norms[-1] == pytest.approx(final_weights(users.directory)["head.bias"].norm().item())
     names = json.loads((users.directory / "config.json").read_text())["hooks"]["user"]
     assert names == ["BiasNorm", "Broken", "TakenNames", "Vector", "Nothing", "Warning"]
-    assert "requires_grad" not in users.printed
+    assert "requires_grad" not in users.printed and "changed weights" not in users.printed
 
 
 def test_a_broken_hook_does_not_end_the_run(users: Shared) -> None:
@@ -188,6 +202,15 @@ def test_a_broken_hook_does_not_end_the_run(users: Shared) -> None:
     assert users.printed.count(failed) == 1 and "hook Broken failed 5 times in all" in users.printed
     assert users.events("end")[0]["step"] == 7
     assert 'raise ZeroDivisionError("a user' in (users.directory / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, ()), (2, ("--parallel.shard", "full"))])
+def test_a_change_of_weights_is_noticed(folder: Path, ranks: int, layout: tuple[str, ...]) -> None:
+    config = extended(
+        folder / "config.py", HALVING_HOOK + "config = replace(config, hooks=HooksConfig(user=(Halving,)))"
+    )
+    run = started(config, f"halving-{ranks}", *layout, "--run.max_steps", "3", ranks=ranks)
+    assert run.printed.count("hooks have changed weights after step 2: of hooks.user (Halving)") == 1
 
 
 def test_a_hook_cannot_replace_what_the_run_records(users: Shared) -> None:
