@@ -39,8 +39,8 @@ test-fakecuda: $(VENV)/.installed
 # Debian 12's own Python is 3.11.2, which differs from later ones in what it pickles; without it, PYTHON.
 OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(shell /usr/bin/python3.11 -c 'import ensurepip; print("/usr/bin/python3.11")' 2>/dev/null || echo $(PYTHON))
-# What touches serialisation, DALI, DDP and timm. The rest does not depend on versions, or `make test` sees it fail as well.
-OLDEST_TESTS := $(addprefix tests/,checkpoint/test_checkpoint.py training/test_optimizers.py training/test_training.py loading/test_pipeline.py \
+# What touches NumPy's numbers, serialisation, DALI, DDP and timm. The rest does not depend on versions, or `make test` sees it fail as well.
+OLDEST_TESTS := $(addprefix tests/,sampling/test_sampling.py checkpoint/test_checkpoint.py training/test_optimizers.py training/test_training.py loading/test_pipeline.py \
 	extras/test_dali_reader.py loading/test_augment.py extras/test_export.py)
 
 test-oldest: $(OLDEST)/.installed

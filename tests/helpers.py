@@ -196,6 +196,16 @@ def kill_after_step_4(start_training: StartTraining, config: Path, name: str, *o
     doomed.kill()
 
 
+def without_vector_instructions() -> dict[str, str]:
+    """Return the environment of a process whose NumPy and torch use none that not every processor has."""
+    try:
+        from numpy._core import _multiarray_umath as numpys
+    except ImportError:  # NumPy 1
+        from numpy.core import _multiarray_umath as numpys
+    chosen = " ".join(name for name in numpys.__cpu_dispatch__ if numpys.__cpu_features__[name])
+    return {**os.environ, "NPY_DISABLE_CPU_FEATURES": chosen, "ATEN_CPU_CAPABILITY": "default"}
+
+
 def in_ranks(number: int, target: Callable[..., None], *arguments: Any) -> None:
     """Call ``target(rank, *arguments)`` on `number` ranks of the pool at once, all of which must end well."""
     with tempfile.NamedTemporaryFile() as log:

@@ -19,16 +19,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+import PIL
 import timm
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from nvidia import dali
 
+from dali_train.checkpoint.run_directory import LIBRARIES
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.dataset.sample_recipe import default_in_recipes
+from dali_train.data.loading.decoders import nvimagecodec_version
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import ConfigError
 from dali_train.runtime.process import device_name, processor_name
@@ -48,9 +51,6 @@ _LIMB = 32
 _NOT_DRAWN = {"step", "k", "positions", "images", "noise", "views"}
 _DRAWN = sorted(one.name for one in fields(MicroBatch) if one.name not in _NOT_DRAWN)
 _NOT_MEASURED = {"event", "epoch", "time", "seconds"}  # in the line of an evaluation
-# Levels and lambdas are functions of logarithms and cosines, whose last bit depends on the machine. In units of 1/4096
-# one of about 2**40 numbers is another integer for that reason.
-_UNITS = 4096
 
 
 def order_digest(step: int, k: int, images: NDArray[np.int64]) -> int:
@@ -69,8 +69,8 @@ def draws_digest(batch: MicroBatch) -> int:
         if not np.any(value):
             continue
         if isinstance(value, np.ndarray):
-            whole = value if value.dtype.kind == "i" else np.rint(value * _UNITS)
-            digest.update(f" {name} {value.shape} ".encode() + whole.astype("<i4").tobytes())
+            dtype = "<i4" if value.dtype.kind == "i" else "<f4"
+            digest.update(f" {name} {value.shape} ".encode() + value.astype(dtype).tobytes())
         else:
             digest.update(f" {name} {value}".encode())
     return _number(digest)
@@ -188,12 +188,32 @@ class Fingerprint:
 _KERNELS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
 
 
+def library_versions() -> dict[str, str]:
+    """Return the versions of `LIBRARIES` by name. All ranks of a run must have the same."""
+    ours = torch.__version__, timm.__version__, dali.__version__
+    return dict(zip(LIBRARIES, (*ours, nvimagecodec_version(), PIL.__version__, np.__version__), strict=True))
+
+
+PIXEL_LIBRARIES = ("DALI", "nvImageCodec", "Pillow")
+
+
+def libraries_elsewhere(machines: Iterable[str]) -> list[str]:
+    """Return the libraries of another version than here in descriptions by `machine`, as "Pillow 12.0.0 (here 13.0.0)".
+    Descriptions of earlier versions have some of them only."""
+    here = library_versions()
+    parts = dict.fromkeys(part for one in machines for part in one.split(", "))
+    named = [(part, *part.rsplit(" ", 1)) for part in parts if part.rsplit(" ", 1)[0] in here]
+    return [f"{part} (here {here[name]})" for part, name, version in named if version != here[name]]
+
+
 def machine(plan: RunPlan) -> str:
     """Describe everything besides the recipe that decides the last bits of a step (docs/exactness.md): rank 0's
     versions, processors and threads, and how many ranks there are."""
     where = device_name(plan.device) if plan.device.type == "cuda" else "CPU"
     parts = [
-        f"torch {torch.__version__}, timm {timm.__version__}, DALI {dali.__version__}, {where}, {processor_name()}",
+        *(f"{name} {version}" for name, version in library_versions().items()),
+        where,
+        processor_name(),
         f"{torch.backends.cpu.get_cpu_capability()}, {plural(torch.get_num_threads(), 'thread')}",
         plan.layout.describe(),
         *(f"{name}={os.environ[name]}" for name in _KERNELS if name in os.environ),

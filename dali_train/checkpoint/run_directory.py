@@ -26,6 +26,9 @@ from dali_train.files import NO_SYMLINKS, ForeignFileError, json_field, read_jso
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import METRICS, Event, read_events
 
+LIBRARIES = ("torch", "timm", "DALI", "nvImageCodec", "Pillow", "NumPy")
+"""Whose versions decide pixels or numbers of a run: environment.json has them, in lower case. See docs/exactness.md."""
+
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.json.sha256"
 SCORE = "evaluation.json"

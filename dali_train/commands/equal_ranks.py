@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 import torch.distributed as dist
 from crc32c import crc32c
-from nvidia import dali
 
 import dali_train
+from dali_train.checkpoint.fingerprint import library_versions
 from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.config import Config
@@ -86,7 +85,7 @@ def _compare(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
         host, text = found[differing[0]]
         others = f" ({plural(len(differing) - 1, 'more rank')} differ too)" if len(differing) > 1 else ""
         raise ConfigError(
-            f"rank {differing[0]} on {host}: {text}{others}: start all ranks with the same command, files and version"
+            f"rank {differing[0]} on {host}: {text}{others}: start all ranks with the same command, files and versions"
         )
 
 
@@ -135,7 +134,7 @@ def _code(config: Config) -> dict[str, str]:
     return {
         "the config file": _digest(*(content.decode(errors="replace") for content in config.files.values())),
         "dali_train": f"{dali_train.__version__}, code {_digest(*sources)}",
-        "the libraries": f"torch {torch.__version__}, timm {timm.__version__}, DALI {dali.__version__}",
+        **library_versions(),
     }
 
 

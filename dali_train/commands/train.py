@@ -19,15 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import timm
 import torch
 import torch.distributed as dist
-from nvidia import dali
 from torch.optim import Optimizer
 
 from dali_train.checkpoint.fingerprint import (
     evaluation_digest,
     evaluations_digest,
+    library_versions,
     machine,
     result_of,
 )
@@ -678,9 +677,7 @@ def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) ->
         "config_file": keep_files(plan.directory, config.files),
         "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "dali": dali.__version__,
+        **{name.lower(): version for name, version in library_versions().items()},
         "device": device_name(device),
         "host": platform.node(),
         "host_cores": num_cores(),

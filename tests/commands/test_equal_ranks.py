@@ -6,8 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL
 import pytest
+import timm
 import torch
+from nvidia import dali
 
 import dali_train
 from dali_train.commands.equal_ranks import require_equal_ranks
@@ -67,6 +71,9 @@ def compare(rank: int, path: Path, directory: Path) -> None:
         assert "the config file is" in fault(config.from_files({Path("config.py"): bytes(rank + 1)}))
         patch.setattr(dali_train, "__version__", f"0.{rank}")
         assert 'dali_train is "0.1, code' in fault_of({})
+        for name, library in {"torch": torch, "timm": timm, "DALI": dali, "Pillow": PIL, "NumPy": np}.items():
+            patch.setattr(library, "__version__", f"9.{rank}")
+            assert f'{name} is "9.1", rank 0 has "9.0"' in fault_of({})
 
 
 def test_what_must_be_equal(tiny_config: Path, dataset: Path, tmp_path: Path) -> None:

@@ -485,7 +485,7 @@ def diff_of(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
 def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, output = diff_of(capsys, finished, finished)
     assert status == 0
-    assert output.count("the same") == 4
+    assert output.count("the same") == 5
 
 
 @pytest.mark.thorough

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import PIL
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,9 +24,11 @@ from dali_train.checkpoint.fingerprint import (
     written,
 )
 from dali_train.checkpoint.run_directory import MANIFEST, MANIFEST_DIGEST, RunDirectory, checkpoint_paths
+from dali_train.data.dataset.sample_recipe import DRAWS
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.errors import ConfigError
 from dali_train.extras.proof.prove import prove
-from dali_train.extras.report.diff import compare_records, samples_of
+from dali_train.extras.report.diff import compare_machines, compare_records, samples_of
 from dali_train.extras.report.runs import ReportedRun
 from dali_train.runtime.status import read_status
 from tests.conftest import REPOSITORY, StartTraining, Train, final_weights, finished_run, run_in_pool
@@ -544,7 +547,7 @@ def test_a_step_that_overflowed_is_trained_again(train: Train, tmp_path: Path) -
     assert replayed(tmp_path / "run", 1) == {"there", "here", "loss", "gradient"}
 
 
-GOLDEN = "cc3b9963f96d8abbcc593c1abc663bf93f02ae760443b4732d3f3b22552eab0f"
+GOLDEN = "cc3b9963f96d8abbcc593c1abc663bf93f94ae2185699058fa586c34db783b3e"
 
 
 def test_what_is_recorded_never_changes(proven_run: Path) -> None:
@@ -552,6 +555,27 @@ def test_what_is_recorded_never_changes(proven_run: Path) -> None:
     which depend on the JPEG library."""
     sums = [parsed(event["record"]) for event in events(proven_run, "start") + events(proven_run, "train")]
     assert written(sums[7][0] - sums[0][0], sums[7][1]) == GOLDEN
+
+
+def test_other_libraries_are_named(proven_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They accuse nobody: only pixels depend on them, which are not compared."""
+    run = tmp_path / "run"
+    shutil.copytree(proven_run, run, symlinks=True)
+    lines, here = (run / "metrics.jsonl").read_text(), f"Pillow {PIL.__version__}"
+    (run / "metrics.jsonl").write_text(lines.replace(here, "Pillow 9.1"))
+    assert prove(run, dataset=None, all_draws=False)
+    assert f"machine  the run had Pillow 9.1 (here {PIL.__version__}): pixels" in capsys.readouterr().out
+    assert compare_machines(ReportedRun(run), ReportedRun(proven_run)) == f"Pillow 9.1 | {here}"
+
+
+def test_draws_of_another_version_are_not_judged(proven_run: Path, tmp_path: Path) -> None:
+    """A run that began before the version was part of the recipe."""
+    run = tmp_path / "run"
+    shutil.copytree(proven_run, run, symlinks=True)
+    for checkpoint in checkpoint_paths(run / "checkpoints"):
+        edit_manifest(checkpoint, lambda manifest: manifest["values"]["recipe"].pop(DRAWS))
+    with pytest.raises(ConfigError, match=r"version 1 of the draws.* has version 2: prove it with the dali_train"):
+        prove(run, dataset=None, all_draws=False)
 
 
 def test_diff_compares_records(proven_run: Path, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def _is_composite(func: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what lies in lists, tuples and dictionaries. torch's pytree, for all containers, took a fifth of the time."""
+    """Yield what lies in lists, tuples and dictionaries. torch's pytree does so for any container, and takes longer."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple):

@@ -27,7 +27,7 @@ from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, Indexed
 from dali_train.data.sampling.draws import DrawInput, draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.policy import IDENTITY, draw_operators, erased_boxes, policy_of
-from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
+from dali_train.data.sampling.rng import Purpose, beta, philox_generator, shares, shuffled
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.doctor.decoding import decoder_in_log
 from tests.conftest import photograph
@@ -168,7 +168,7 @@ def test_unknown_operators_are_refused(config: Config) -> None:
 
 def drawn_for(epochs: np.ndarray, images: np.ndarray) -> DrawInput:
     sides = np.ones(len(images), int)
-    return DrawInput(epochs=epochs, numbers=images, heights=sides, widths=sides)
+    return DrawInput(numbers=images, draw_numbers=epochs, heights=sides, widths=sides)
 
 
 def test_draws_are_pure_functions_of_image_and_epoch() -> None:
@@ -399,10 +399,10 @@ def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = draw_mixing(settings, 3, step=step, k=0, size=size, side=side)
         generator = philox_generator(3, Purpose.MIXUP, low=0, high=step)
         shuffled(generator, size)
-        mixup = np.random.Generator(generator).beta(0.8, 0.8)
-        more = np.random.Generator(philox_generator(3, Purpose.CUTMIX, low=0, high=step))
-        switch, y, x = more.random(3)
-        cutmix = more.beta(1.0, 1.0)
+        mixup = beta(generator, 0.8)
+        more = philox_generator(3, Purpose.CUTMIX, low=0, high=step)
+        switch, y, x = shares(more, 3)
+        cutmix = beta(more, 1.0)
         fed = FedNumpy(
             rand=[0.0, switch],  # the first: whether to mix at all
             beta=[cutmix if switch < 0.4 else mixup],

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +17,8 @@ from dali_train.data.sampling.rng import logarithm, normal_quantile, normal_weig
 from dali_train.errors import ConfigError
 from dali_train.extras.models import ViT5
 from dali_train.training.model import initialising
+from tests.conftest import REPOSITORY
+from tests.helpers import without_vector_instructions
 
 # Small models with the initialisers of all recipes: (truncated) normal, uniform, Xavier's, Kaiming's, and sine tables.
 _VIT = {"img_size": 32, "embed_dim": 64, "depth": 1, "num_heads": 2}
@@ -54,13 +55,11 @@ def test_weights_do_not_depend_on_instructions_and_threads() -> None:
     assert issubclass(ViT5, nn.Module), "registered"
     code = "import json, sys, tests.training.test_initial_weights as t; print(json.dumps(t.digests(int(sys.argv[1]))))"
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, threads],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
-            stdout=subprocess.PIPE,
+        subprocess.Popen([sys.executable, "-c", code, threads], cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE)
+        for environment, threads in (
+            (without_vector_instructions(), "1"),
+            ({**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}, "2"),
         )
-        for capability, threads in (("default", "1"), ("avx2", "2"))
     ]
     here = digests(torch.get_num_threads())  # with the best instructions of this processor, such as AVX-512
     for process in started:

@@ -103,8 +103,8 @@ def crop_counts(kind: str, draws: int) -> Array:
     for start in range(0, draws, 500_000):
         numbers = np.arange(start, min(start + 500_000, draws))
         images = DrawInput(
-            epochs=np.zeros_like(numbers),
             numbers=numbers,
+            draw_numbers=np.zeros_like(numbers),
             heights=np.full_like(numbers, HEIGHT),
             widths=np.full_like(numbers, WIDTH),
         )
@@ -204,7 +204,7 @@ def augmented_grid(count: int, seed: int) -> tuple[Array, Array]:
     policy = policy_of(DataConfig(root=".", augment="big-vision"))
     numbers, side = np.arange(count), np.full(count, 224)
     chosen, levels = draw_operators(
-        seed, policy, DrawInput(epochs=np.zeros_like(numbers), numbers=numbers, heights=side, widths=side)
+        seed, policy, DrawInput(numbers=numbers, draw_numbers=np.zeros_like(numbers), heights=side, widths=side)
     )
     seen: dict[tuple[Any, ...], Array] = {}
     sums, squares = np.zeros(256), np.zeros(256)

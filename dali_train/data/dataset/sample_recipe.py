@@ -11,11 +11,13 @@ from dali_train.config import SampleConfig
 from dali_train.config.check import as_typed, load_row
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
+from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.files import sha256
 from dali_train.text import plural, printable, shortened
 
 MIXED_RECIPE = "dali_train.extras.mixture.dataset:mixed_recipe"
 CLASS_NAMES = "class_names"  # recipes of earlier versions lack it
+DRAWS = "version of the draws"
 _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
 
 
@@ -35,7 +37,8 @@ def names_content(names: Sequence[str]) -> str:
 
 
 def sample_settings(config: SampleConfig) -> dict[str, Any]:
-    """Return a recipe's settings of sections data, batch and mixup by full name, as plain JSON values.
+    """Return a recipe's settings of sections data, batch and mixup by full name, as plain JSON values, and the version
+    of the draws.
 
     Files are included by their content, so that a replaced file is noticed.
 
@@ -51,7 +54,7 @@ def sample_settings(config: SampleConfig) -> dict[str, Any]:
     if config.data.mix:
         settings |= load_row(MIXED_RECIPE, "data.mix")(config.data)
     del settings["data.normalise"]  # as numbers, so that it does not matter how they were spelled
-    return settings | {"data.mean": list(config.data.mean), "data.std": list(config.data.std)}
+    return settings | {"data.mean": list(config.data.mean), "data.std": list(config.data.std), DRAWS: DRAWS_VERSION}
 
 
 def in_recipe(sections: dict[str, Any]) -> dict[str, Any]:
@@ -90,5 +93,7 @@ def default_in_recipes(name: str) -> Any:
     """Return what a recipe without this name had; "absent" if it has no default."""
     if name == "model.head_scale":
         return 1.0  # before it was None
+    if name == DRAWS:
+        return 1  # of recipes that do not say
     default = SETTINGS[name].default if name in SETTINGS else MISSING
     return "absent" if default is MISSING else default

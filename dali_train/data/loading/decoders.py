@@ -58,6 +58,11 @@ def _nvimagecodec_version() -> int:
     return version
 
 
+def nvimagecodec_version() -> str:
+    version = _nvimagecodec_version()
+    return f"{version // 1000}.{version // 100 % 10}.{version % 100}"
+
+
 def hardware_share(data: DataConfig, num_threads: int) -> float:
     """Return the fraction of JPEGs for a GPU's hardware decoder: data.hw_decoder_load, or a default by `num_threads`.
 
@@ -125,10 +130,9 @@ def if_of_size(start: Any, shape: Any, size: Any) -> Any:
 
 def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
     """Describe the decoder for environment.json and reports: versions and settings, plain values by name."""
-    version = _nvimagecodec_version()
     described: dict[str, Any] = {
         "dali": dali.__version__,
-        "nvimagecodec": f"{version // 1000}.{version // 100 % 10}.{version % 100}",
+        "nvimagecodec": nvimagecodec_version(),
         "device": "cpu" if pixels.device_id is None else f"cuda:{pixels.device_id}",
         "threads": pixels.num_threads,
         "decodes": "boxes" if decodes_boxes(pixels) else "complete images, then slices",

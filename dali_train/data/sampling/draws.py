@@ -1,4 +1,4 @@
-"""Crop boxes and flips as pure functions of (seed, epoch, image), mixing as a pure function of (seed, step, k)."""
+"""Crop boxes and flips as pure functions of (seed, image, draw number), and mixing of (seed, step, k)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import MixupConfig
-from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled, uniform
+from dali_train.data.sampling.rng import (
+    Purpose,
+    beta,
+    exponential,
+    logarithm,
+    philox_generator,
+    shares,
+    shuffled,
+    uniform,
+)
 
 Candidates = Callable[[NDArray[np.intp], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.bool_]]]
 """Takes (rows, attempts), returns (boxes, whether they fit): of image ``rows[i]`` at ``attempts[i]``, from 1."""
@@ -17,8 +26,8 @@ Candidates = Callable[[NDArray[np.intp], NDArray[np.int64]], tuple[NDArray[np.in
 class DrawInput:
     """What the draws of n images depend on besides the seed, each (n,)."""
 
-    epochs: NDArray[np.int64]
     numbers: NDArray[np.int64]  # in the split of their dataset
+    draw_numbers: NDArray[np.int64]  # how often each was drawn before: the epoch, unless there are repeats or views
     heights: NDArray[np.int64]  # pixels
     widths: NDArray[np.int64]
 
@@ -38,10 +47,10 @@ def crop_boxes(
     """
 
     def candidates(rows: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        draws = uniform(seed, purpose, attempts, low=images.numbers[rows], high=images.epochs[rows])
+        draws = uniform(seed, purpose, attempts, low=images.numbers[rows], high=images.draw_numbers[rows])
         height, width = images.heights[rows], images.widths[rows]
         target = height * width * (area[0] + draws[:, 0] * (area[1] - area[0]))
-        ratio = np.exp(log_aspect[0] + draws[:, 1] * (log_aspect[1] - log_aspect[0]))
+        ratio = exponential(log_aspect[0] + draws[:, 1] * (log_aspect[1] - log_aspect[0]))
         box_width = np.rint(np.sqrt(target * ratio)).astype(np.int64)
         box_height = np.rint(np.sqrt(target / ratio)).astype(np.int64)
         top = (draws[:, 2] * (height - box_height + 1)).astype(np.int64)
@@ -55,7 +64,7 @@ def crop_boxes(
         box_height = np.clip(np.rint(width / aspect[0]).astype(np.int64), 1, height)
         return np.stack([(height - box_height) // 2, (width - box_width) // 2, box_height, box_width], axis=-1)
 
-    log_aspect = np.log(aspect)
+    log_aspect = logarithm(np.array(aspect, dtype=np.float64))
     return _first_that_fits(candidates, len(images.numbers), central)
 
 
@@ -71,7 +80,7 @@ def inception_boxes(
     """
 
     def candidates(rows: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        draws = uniform(seed, Purpose.CROP, attempts, low=images.numbers[rows], high=images.epochs[rows])
+        draws = uniform(seed, Purpose.CROP, attempts, low=images.numbers[rows], high=images.draw_numbers[rows])
         height = images.heights[rows]
         width = images.widths[rows]
         least = area[0] * height * width
@@ -135,15 +144,15 @@ def flips(
     Args:
         probability: of mirroring.
         vertical: the probability of turning upside down.
-        alternating: mirroring is drawn for epoch 0 and inverted in every odd epoch.
+        alternating: mirroring is drawn for number 0 and inverted for every odd one.
     """
     block = np.ones_like(images.numbers)
-    epochs = np.zeros_like(images.epochs) if alternating else images.epochs
-    draws = uniform(seed, Purpose.FLIP, block, low=images.numbers, high=epochs)
+    draw_numbers = np.zeros_like(images.draw_numbers) if alternating else images.draw_numbers
+    draws = uniform(seed, Purpose.FLIP, block, low=images.numbers, high=draw_numbers)
     mirrored = draws[:, 0] < probability
-    flipped = (mirrored ^ (images.epochs % 2 == 1) if alternating else mirrored).astype(np.int32)
-    if vertical > 0:  # of the epoch itself, also if mirroring alternates
-        draws = uniform(seed, Purpose.FLIP, 2 * block, low=images.numbers, high=images.epochs)
+    flipped = (mirrored ^ (images.draw_numbers % 2 == 1) if alternating else mirrored).astype(np.int32)
+    if vertical > 0:  # by its own draw number, also if mirroring alternates
+        draws = uniform(seed, Purpose.FLIP, 2 * block, low=images.numbers, high=images.draw_numbers)
         flipped += 2 * (draws[:, 0] < vertical).astype(np.int32)
     return flipped
 
@@ -153,7 +162,7 @@ def filters(seed: int, images: DrawInput, interpolation: str) -> NDArray[np.int3
     (n,); shape (0,) unless data.interpolation is random."""
     if interpolation != "random":
         return np.zeros(0, dtype=np.int32)
-    draws = uniform(seed, Purpose.FILTER, np.ones_like(images.numbers), low=images.numbers, high=images.epochs)
+    draws = uniform(seed, Purpose.FILTER, np.ones_like(images.numbers), low=images.numbers, high=images.draw_numbers)
     return (draws[:, 0] < 0.5).astype(np.int32)
 
 
@@ -170,7 +179,7 @@ def padded_crops(
         offsets, (n, 2): where the box begins in the square, from the top and from the left; with `reflect` it may begin
             before the square, at a negative offset.
     """
-    draws = uniform(seed, Purpose.CROP, np.ones_like(images.numbers), low=images.numbers, high=images.epochs)
+    draws = uniform(seed, Purpose.CROP, np.ones_like(images.numbers), low=images.numbers, high=images.draw_numbers)
     starts = []
     lengths = []
     offsets = []
@@ -207,7 +216,7 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
     cuts = np.zeros((size, 4), dtype=np.int32)
     mixes = config.enabled
     if mixes and config.probability < 1:
-        draw = np.random.Generator(philox_generator(seed, Purpose.MIXED, low=k, high=step)).random()
+        (draw,) = shares(philox_generator(seed, Purpose.MIXED, low=k, high=step), 1)
         mixes = draw < config.probability
     if not mixes:
         return Mixing(partners=np.arange(size, dtype=np.int32), lambdas=np.ones(size, dtype=np.float32), cuts=cuts)
@@ -215,12 +224,12 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
     partners = shuffled(generator, size).astype(np.int32)
     share = 1.0
     if config.alpha > 0:
-        share = np.random.Generator(generator).beta(config.alpha, config.alpha)
+        share = beta(generator, config.alpha)
     if config.cutmix_alpha > 0:
-        more = np.random.Generator(philox_generator(seed, Purpose.CUTMIX, low=k, high=step))
-        switch, y, x = more.random(3)
+        more = philox_generator(seed, Purpose.CUTMIX, low=k, high=step)
+        switch, y, x = shares(more, 3)
         if config.alpha == 0 or switch < config.switch_probability:
-            box = _cut_box(more.beta(config.cutmix_alpha, config.cutmix_alpha), y, x, side)
+            box = _cut_box(beta(more, config.cutmix_alpha), y, x, side)
             share = 1 - box[2] * box[3] / side**2
             cuts[:] = box
     return Mixing(partners=partners, lambdas=np.full(size, share, dtype=np.float32), cuts=cuts)

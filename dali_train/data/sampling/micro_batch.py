@@ -170,36 +170,41 @@ class MicroBatches:
         data = config.data
         seed = config.data.seed
         positions = np.concatenate([self.positions(step, k) for step, k in wanted])
-        images, epochs = self.order.images_at(positions)
-        epochs = epochs * num_views + view  # as for repeats: no two views of an image have the same number
+        images, draw_numbers = self.order.images_at(positions)
         rows = self._rows[images]
         heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
-        numbers = self.order.numbers_in_source(images)
-        looks = DrawInput(epochs=epochs, numbers=numbers, heights=heights, widths=widths)
+        draw_input = DrawInput(
+            numbers=self.order.numbers_in_source(images),
+            draw_numbers=draw_numbers * num_views + view,  # as for repeats: no two views of an image have the same
+            heights=heights,
+            widths=widths,
+        )
         if data.crop_side is None:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
-            boxes = BOXES[data.crop](seed, looks, area=data.crop_area, aspect=data.crop_aspect)
+            boxes = BOXES[data.crop](seed, draw_input, area=data.crop_area, aspect=data.crop_aspect)
         else:
             reflect = data.crop_padding_mode == "reflect"
-            boxes, offsets = padded_crops(seed, looks, side=data.crop_side, padding=data.crop_padding, reflect=reflect)
-        operators, levels = draw_operators(seed, self._policy, looks)
+            boxes, offsets = padded_crops(
+                seed, draw_input, side=data.crop_side, padding=data.crop_padding, reflect=reflect
+            )
+        operators, levels = draw_operators(seed, self._policy, draw_input)
         of_images: dict[str, Any] = {
             "positions": positions,
             "images": images,
             "labels": rows["label"].astype(np.int64),
             "boxes": boxes,
             "offsets": offsets,
-            "filters": filters(seed, looks, data.interpolation),
+            "filters": filters(seed, draw_input, data.interpolation),
             "flips": flips(
                 seed,
-                looks,
+                draw_input,
                 probability=data.horizontal_flip,
                 vertical=data.vertical_flip,
                 alternating=data.alternating_flip,
             ),
             "operators": operators,
             "levels": levels,
-            "erased": erased_boxes(seed, looks, probability=data.random_erasing, size=data.train_size),
+            "erased": erased_boxes(seed, draw_input, probability=data.random_erasing, size=data.train_size),
         }
         size = config.batch.micro_batch
         return [
@@ -224,7 +229,7 @@ class Segment:
     Coordinate r of W has the micro-batches r, r + W, r + 2 W, ... of every step. A coordinate, not the global rank:
     with model parallelism several ranks share one.
 
-    Iterating yields (step, k) of each, and does not stop at `end_step`: what prepares micro-batches looks ahead.
+    Iterating yields (step, k) of each, and does not stop at `end_step`: what prepares micro-batches draw_input ahead.
     """
 
     config: SampleConfig  # with that size

@@ -222,10 +222,10 @@ class SampleOrder:
         return cls(len(labels), seed=data.seed, shuffle=chosen, repeats=data.repeats, kept=kept)
 
     def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (images, epochs) at `positions`, each of the same shape.
+        """Return (images, draw numbers) at `positions`, each of the same shape.
 
-        With repeats or in a balanced order, `epochs` also numbers the repeats, so that no two positions with the same
-        image have the same number and each is augmented differently.
+        The draw number is the epoch; with repeats or in a balanced order it also numbers the repeats, so that no two
+        positions with the same image have the same number and each is augmented differently.
         """
         if self.repeats > 1:
             images, passes = self._images_at(positions // self.repeats)

@@ -11,7 +11,7 @@ operators that have two. The operators themselves are in one table, in data/load
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dali_train.config import DataConfig
 from dali_train.config.augment_spec import AugmentSpec, parse_augment
 from dali_train.data.sampling.draws import DrawInput, crop_boxes
-from dali_train.data.sampling.rng import Purpose, philox_generator, uniform
+from dali_train.data.sampling.rng import Purpose, normal_quantile, philox_generator, uniform
 
 IDENTITY = "Identity"
 
@@ -90,6 +90,62 @@ _TRIVIAL = (
 )
 # Touvron et al., "DeiT III", arXiv 2204.07118.
 _THREE = ("Grayscale", "Solarize128", "GaussianBlur")
+# Cubuk et al., "AutoAugment", arXiv 1805.09501, tables 9 and 7: in each row two operators with their probabilities and
+# levels, as timm ("original") and torchvision have them. Levels of operators without one are 0.
+_AUTO_IMAGENET = """
+PosterizeOriginal 0.4 8  Rotate 0.6 9
+Solarize 0.6 5  AutoContrast 0.6 5
+Equalize 0.8 8  Equalize 0.6 3
+PosterizeOriginal 0.6 7  PosterizeOriginal 0.6 6
+Equalize 0.4 7  Solarize 0.2 4
+Equalize 0.4 4  Rotate 0.8 8
+Solarize 0.6 3  Equalize 0.6 7
+PosterizeOriginal 0.8 5  Equalize 1 2
+Rotate 0.2 3  Solarize 0.6 8
+Equalize 0.6 8  PosterizeOriginal 0.4 6
+Rotate 0.8 8  Color 0.4 0
+Rotate 0.4 9  Equalize 0.6 2
+Equalize 0 7  Equalize 0.8 8
+Invert 0.6 4  Equalize 1 8
+Color 0.6 4  Contrast 1 8
+Rotate 0.8 8  Color 1 2
+Color 0.8 8  Solarize 0.8 7
+Sharpness 0.4 7  Invert 0.6 8
+ShearX 0.6 5  Equalize 1 9
+Color 0.4 0  Equalize 0.6 3
+Equalize 0.4 7  Solarize 0.2 4
+Solarize 0.6 5  AutoContrast 0.6 5
+Invert 0.6 4  Equalize 1 8
+Color 0.6 4  Contrast 1 8
+Equalize 0.8 8  Equalize 0.6 3
+"""
+_AUTO_CIFAR10 = """
+Invert 0.1 0  ContrastIncreasing 0.2 6
+Rotate 0.7 2  TranslateXRel 0.3 9
+SharpnessIncreasing 0.8 1  SharpnessIncreasing 0.9 3
+ShearY 0.5 8  TranslateYRel 0.7 9
+AutoContrast 0.5 0  Equalize 0.9 0
+ShearY 0.2 7  Posterize8 0.3 7
+ColorIncreasing 0.4 3  BrightnessIncreasing 0.6 7
+SharpnessIncreasing 0.3 9  BrightnessIncreasing 0.7 9
+Equalize 0.6 0  Equalize 0.5 0
+ContrastIncreasing 0.6 7  SharpnessIncreasing 0.6 5
+ColorIncreasing 0.7 7  TranslateXRel 0.5 8
+Equalize 0.3 0  AutoContrast 0.4 0
+TranslateYRel 0.4 3  SharpnessIncreasing 0.2 6
+BrightnessIncreasing 0.9 6  ColorIncreasing 0.2 8
+SolarizeIncreasing 0.5 2  Invert 0 0
+Equalize 0.2 0  AutoContrast 0.6 0
+Equalize 0.2 0  Equalize 0.6 0
+ColorIncreasing 0.9 9  Equalize 0.6 0
+AutoContrast 0.8 0  SolarizeIncreasing 0.2 8
+BrightnessIncreasing 0.1 3  ColorIncreasing 0.7 0
+SolarizeIncreasing 0.4 5  AutoContrast 0.9 0
+TranslateYRel 0.9 9  TranslateYRel 0.7 9
+AutoContrast 0.9 0  SolarizeIncreasing 0.8 3
+Equalize 0.8 0  Invert 0.1 0
+TranslateYRel 0.7 9  AutoContrast 0.9 0
+"""
 _JITTER = ("BrightnessBy", "ContrastBy", "ColorBy")
 _HUE = "HueBy"
 
@@ -131,6 +187,12 @@ class Policy:
     def num_steps(self) -> int:
         return sum(group.num_steps for group in self.groups)
 
+    @cached_property
+    def has_noise(self) -> bool:
+        """Whether any level is normally distributed."""
+        alternatives = (alternative for group in self.groups for alternative in group.alternatives)
+        return any(0 < step.std < np.inf for alternative in alternatives for step in alternative)
+
 
 def policy_of(data: DataConfig) -> Policy:
     """Return the policy of data.augment, of both jitters, data.grayscale and data.gaussian_blur, in timm's order. A
@@ -160,33 +222,29 @@ def _groups(spec: AugmentSpec) -> tuple[Group, ...]:
         return (Group(tuple((step,) for step in (*steps, cutout))),) * 2
     if spec.policy in ("trivial", "3-augment"):
         return (_one_of(_TRIVIAL if spec.policy == "trivial" else _THREE, std=np.inf),)
-    pairs: list[Alternative] = []
     if spec.policy == "auto-imagenet":
-        from timm.data.auto_augment import auto_augment_policy
-
-        for operators in auto_augment_policy("original", hparams={}):
-            steps = [Step(operator=o.name, probability=o.prob, level=o.magnitude / 10, std=std) for o in operators]
-            pairs.append(tuple(steps))
-    elif spec.policy == "auto-cifar10":
-        from torchvision.transforms.autoaugment import AutoAugment, AutoAugmentPolicy
-
-        for pair in AutoAugment(AutoAugmentPolicy.CIFAR10).policies:
-            named = [(_CIFAR_NAMES.get(name, name), probability, level or 0) for name, probability, level in pair]
-            pairs.append(tuple(Step(operator=name, probability=p, level=level / 9) for name, p, level in named))
-    return (Group(tuple(pairs)),) if pairs else ()
+        return (_pairs(_AUTO_IMAGENET, strongest=10, std=std),)
+    if spec.policy == "auto-cifar10":
+        return (_pairs(_AUTO_CIFAR10, strongest=9),)
+    return ()
 
 
 def _one_of(names: Iterable[str], **settings: float) -> Group:
     return Group(tuple((Step(operator=name, **settings),) for name in names))
 
 
-# torchvision's names -> the rows with its ranges.
-_CIFAR_NAMES = {
-    "TranslateX": "TranslateXRel",
-    "TranslateY": "TranslateYRel",
-    "Posterize": "Posterize8",
-    **{name: f"{name}Increasing" for name in ("Solarize", "Color", "Contrast", "Brightness", "Sharpness")},
-}
+def _pairs(table: str, *, strongest: int, std: float = 0.0) -> Group:
+    """Return the policy of a table whose level `strongest` is the strong end of each operator's range."""
+    rows = [line.split() for line in table.splitlines() if line]
+    return Group(
+        tuple(
+            tuple(
+                Step(operator=operator, probability=float(probability), level=int(level) / strongest, std=std)
+                for operator, probability, level in (row[:3], row[3:])
+            )
+            for row in rows
+        )
+    )
 
 
 def draw_operators(seed: int, policy: Policy, images: DrawInput) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -199,10 +257,14 @@ def draw_operators(seed: int, policy: Policy, images: DrawInput) -> tuple[NDArra
     levels = np.zeros((count, policy.num_steps), dtype=np.float32)
     if policy.num_steps == 0:
         return operators, levels
-    num_counters = len(policy.groups) + policy.num_steps
+    num_counters = len(policy.groups) + policy.num_steps  # each gives four numbers
     blocks = np.arange(1, num_counters + 1)
-    low, high = np.repeat(images.numbers, num_counters), np.repeat(images.epochs, num_counters)
+    low, high = np.repeat(images.numbers, num_counters), np.repeat(images.draw_numbers, num_counters)
     draws = uniform(seed, Purpose.AUGMENT, np.tile(blocks, count), low=low, high=high).reshape(count, num_counters, 4)
+    uniforms = draws[:, :, 2]
+    normals = np.zeros_like(uniforms)
+    if policy.has_noise:
+        normals = normal_quantile(np.maximum(uniforms.ravel(), 2.0**-54)).reshape(uniforms.shape)
     counter = column = 0
     for group in policy.groups:
         chosen = (draws[:, counter, 0] * len(group.alternatives)).astype(np.int64)
@@ -211,12 +273,12 @@ def draw_operators(seed: int, policy: Policy, images: DrawInput) -> tuple[NDArra
         for number in range(group.num_steps):
             table = _table(policy, group, number)[chosen]
             operator, probability, level, std, highest = table.T
-            u_apply, u_sign, u1, u2 = draws[:, counter].T
-            noise = std * np.sqrt(-2 * np.log1p(-u1)) * np.cos(2 * np.pi * u2)  # Box and Muller
-            strength = np.where(np.isinf(std), level * u1, level + np.where(np.isinf(std), 0, noise))
+            is_uniform = np.isinf(std)
+            noise = np.where(is_uniform, 0, std) * normals[:, counter]
+            strength = np.where(is_uniform, level * uniforms[:, counter], level + noise)
             strength = np.clip(strength, 0, highest)
-            operators[:, column] = np.where(applies & (u_apply < probability), operator, 0)
-            levels[:, column] = np.where(u_sign < 0.5, strength, -strength)
+            operators[:, column] = np.where(applies & (draws[:, counter, 0] < probability), operator, 0)
+            levels[:, column] = np.where(draws[:, counter, 1] < 0.5, strength, -strength)
             counter, column = counter + 1, column + 1
     return operators, levels
 
@@ -240,7 +302,7 @@ def erased_boxes(seed: int, images: DrawInput, *, probability: float, size: int)
     squares = replace(images, heights=sides, widths=sides)
     boxes = crop_boxes(seed, squares, area=(0.02, 1 / 3), aspect=(0.3, 1 / 0.3), purpose=Purpose.ERASE)
     block = np.full_like(images.numbers, 11)  # blocks 1 to 10 are the attempts
-    draws = uniform(seed, Purpose.ERASE, block, low=images.numbers, high=images.epochs)
+    draws = uniform(seed, Purpose.ERASE, block, low=images.numbers, high=images.draw_numbers)
     boxes[draws[:, 0] >= probability] = 0
     return boxes
 
@@ -253,7 +315,17 @@ def erasing_noise(data: DataConfig, *, step: int, k: int) -> NDArray[np.uint8]:
     """
     if data.random_erasing == 0 or data.random_erasing_fill == "mean":
         return np.zeros((0, 0, 3), dtype=np.uint8)
-    generator = np.random.Generator(philox_generator(data.seed, Purpose.NOISE, low=k, high=step))
-    noise = generator.standard_normal((data.train_size, data.train_size, 3), dtype=np.float32)
-    pixels = noise * np.array(data.std, dtype=np.float32) + np.array(data.mean, dtype=np.float32)
-    return pixels.round().clip(0, 255).astype(np.uint8)
+    side = data.train_size
+    generator = philox_generator(data.seed, Purpose.NOISE, low=k, high=step)
+    words = generator.random_raw(-(-side * side * 3 // 4)).astype("<u8").view("<u2")  # four in each number
+    words = words[: side * side * 3].reshape(side, side, 3)
+    tables = _noise_pixels(data.mean, data.std)
+    return np.stack([table[words[..., channel]] for channel, table in enumerate(tables)], axis=-1)
+
+
+@cache
+def _noise_pixels(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[NDArray[np.uint8], ...]:
+    """Return each channel's pixel values at 65,536 equally probable places of its normal distribution, (65536,)."""
+    quantiles = normal_quantile((np.arange(1 << 16) + 0.5) / (1 << 16))
+    values = (quantiles * one_std + one_mean for one_mean, one_std in zip(mean, std, strict=True))
+    return tuple(one.round().clip(0, 255).astype(np.uint8) for one in values)

@@ -6,13 +6,15 @@ image) or (step, k). So a draw depends neither on the rank that makes it nor on 
 generator; `philox` is a vectorised form (a test compares the two), because one generator object per image would cost
 more than all the arithmetic here.
 
-Initial weights (`uniform_weights`, `normal_weights`) can be the same bits on every machine. torch's generator is a
-sequence, but its kernels turn it into numbers differently with and without vector instructions, and the last bits of
-exp, log and sin depend on the processor's instructions in torch, in NumPy and in the C library alike. Here only +, -,
-*, / and square roots of single numbers are used, which IEEE 754 rounds correctly, and no sums over many numbers, whose
-order varies. All arithmetic is in float64 and rounded to float32 once.
+All draws, and initial weights with model.init portable, are the same bits on every machine and with every version of
+NumPy. Of its generators only the raw bits are used, because NumPy guarantees that these never change, which it does not
+for `permutation`, `beta` or `standard_normal` (NEP 19). And the last bits of exp, log and sin depend on the processor's
+instructions in torch, in NumPy and in the C library alike, so here only +, -, *, / and square roots of single numbers
+are used, which IEEE 754 rounds correctly, and no sums over many numbers, whose order varies. All arithmetic is in
+float64 and rounded to float32 once.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
@@ -20,6 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 UInt64s = NDArray[np.uint64]
+Float64s = NDArray[np.float64]
+
+DRAWS_VERSION = 2
+"""Part of each recipe. Raise it with a change after which a seed draws other numbers. In version 1 mixing, the noise of
+erased boxes and of operators' levels, and crops were drawn with NumPy's functions."""
 
 
 class Purpose(IntEnum):
@@ -72,8 +79,7 @@ def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:
 
     The numbers are sorted by random bits. The number itself fills the low bits, so that one vectorised sort of plain
     integers is enough and ties are broken the same way everywhere. For 14 million numbers 40 random bits are left:
-    about 90 pairs tie, which is negligible. Only the generator's raw bits are used, because NumPy guarantees that these
-    never change, which it does not for `permutation` (NEP 19).
+    about 90 pairs tie, which is negligible.
     """
     bits = np.uint64((count - 1).bit_length())
     keys: UInt64s = generator.random_raw(count)
@@ -110,13 +116,52 @@ def _multiply(words: UInt64s) -> tuple[UInt64s, UInt64s]:
 
 def uniform(
     seed: int, purpose: Purpose, block: NDArray[np.int64], *, low: NDArray[np.int64], high: NDArray[np.int64]
-) -> NDArray[np.float64]:
+) -> Float64s:
     """Return four numbers in [0, 1) for each counter, shape (n, 4): the top 53 bits of each random integer."""
     raw = philox(seed, purpose, block.astype(np.uint64), low.astype(np.uint64), high.astype(np.uint64))
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-Float64s = NDArray[np.float64]
+def shares(generator: np.random.Philox, count: int) -> Float64s:
+    """Return the next `count` numbers of `generator` as uniform ones between 0 and 1 exclusive, (count,)."""
+    return ((generator.random_raw(count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+_NUM_CANDIDATES = 8  # at a time, of which half or more are taken
+
+
+def beta(generator: np.random.Philox, alpha: float) -> float:
+    """Return a number of the distribution Beta(alpha, alpha), from the next numbers of `generator`.
+
+    By rejection: Jöhnk's method up to alpha 1 ("Erzeugung von betaverteilten und gammaverteilten Zufallszahlen",
+    Metrika 8, 1964), above that Cheng's algorithm BB without its shortcuts ("Generating beta variates with nonintegral
+    shape parameters", Communications of the ACM 21, 1978).
+    """
+    candidates = _johnk if alpha <= 1 else _cheng
+    while True:
+        values, is_taken = candidates(alpha, shares(generator, 2 * _NUM_CANDIDATES).reshape(2, _NUM_CANDIDATES))
+        if is_taken.any():
+            return float(values[is_taken.argmax()])
+
+
+def _johnk(alpha: float, uniforms: Float64s) -> tuple[Float64s, NDArray[np.bool_]]:
+    """Return candidates, made of `uniforms`, (2, n), and whether each is to be taken."""
+    # Powers of 1 / alpha, and the share of the first in their sum. With a small alpha both may be below any float.
+    first, second = logarithm(uniforms) / alpha
+    powers = exponential(np.maximum([first, second], -_LARGEST_EXPONENT))
+    values = 1 / (1 + exponential(np.clip(second - first, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)))
+    return values, powers[0] + powers[1] <= 1
+
+
+def _cheng(alpha: float, uniforms: Float64s) -> tuple[Float64s, NDArray[np.bool_]]:
+    """As `_johnk`."""
+    first, rest, second = logarithm(np.stack([uniforms[0], 1 - uniforms[0], uniforms[1]]))
+    v = (first - rest) / np.sqrt(alpha)
+    w = alpha * exponential(v)
+    r = (alpha + np.sqrt(alpha)) * v - 2 * _LOG_2
+    return w / (alpha + w), r + 2 * alpha * logarithm(2 * alpha / (alpha + w)) >= 2 * first + second
+
+
 _CHUNK = 1 << 15  # numbers that are computed at a time, so that they stay in the processor's cache
 
 
@@ -129,16 +174,16 @@ def uniform_weights(seed: int, draw: int, count: int, low: float, high: float) -
     first, last = np.float32(low), np.float32(high)
     inner = np.nextafter(first, last), np.nextafter(last, first)
     values = np.empty(count, dtype=np.float32)
-    for part, shares in _shares(seed, draw, count):
-        values[part] = np.clip((low + shares * (high - low)).astype(np.float32), *inner)
+    for part, uniforms in _uniforms(seed, draw, count):
+        values[part] = np.clip((low + uniforms * (high - low)).astype(np.float32), *inner)
     return values
 
 
 def normal_weights(seed: int, draw: int, count: int, mean: float, std: float) -> NDArray[np.float32]:
     """Return `count` normally distributed numbers for draw number `draw` of a model, shape (count,)."""
     values = np.empty(count, dtype=np.float32)
-    for part, shares in _shares(seed, draw, count):
-        values[part] = mean + std * normal_quantile(shares)
+    for part, uniforms in _uniforms(seed, draw, count):
+        values[part] = mean + std * normal_quantile(uniforms)
     return values
 
 
@@ -152,12 +197,11 @@ def inverse_erf(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return result.reshape(values.shape)
 
 
-def _shares(seed: int, draw: int, count: int) -> Iterator[tuple[slice, Float64s]]:
+def _uniforms(seed: int, draw: int, count: int) -> Iterator[tuple[slice, Float64s]]:
     """Yield `count` numbers between 0 and 1 exclusive, in parts, each with its slice."""
     generator = philox_generator(seed, Purpose.WEIGHTS, low=draw, high=0)
     for start in range(0, count, _CHUNK):
-        raw = generator.random_raw(min(_CHUNK, count - start)) >> np.uint64(12)
-        yield slice(start, start + _CHUNK), (raw.astype(np.float64) + 0.5) * 2.0**-52
+        yield slice(start, start + _CHUNK), shares(generator, min(_CHUNK, count - start))
 
 
 # Numerator and denominator of the three rational approximations of algorithm AS 241, PPND16 (Wichura, "The percentage
@@ -181,6 +225,10 @@ _FAR_TAIL = (
      7.86869131145613259100e-4, 1.84631831751005468180e-5, 1.42151175831644588870e-7, 2.04426310338993978564e-15),
 )  # fmt: skip
 _LOG_2 = 0.6931471805599453
+# log 2 in two parts, of which the first has 11 zeros at its end: an integer below 1,024 times it is exact.
+_LOG_2_HIGH = 0.6931471805598903
+_LOG_2_LOW = 5.497923018708371e-14
+_LARGEST_EXPONENT = 700.0  # of e, both ways, before float64 overflows or loses digits
 
 
 def normal_quantile(shares: Float64s) -> Float64s:
@@ -196,7 +244,7 @@ def normal_quantile(shares: Float64s) -> Float64s:
 
 
 def logarithm(values: Float64s) -> Float64s:
-    """Return the natural logarithm of positive, finite `values`, (n,), to about 1e-16 of it.
+    """Return the natural logarithm of positive, finite `values`, in their shape, to about 1e-16 of it.
 
     With x = m * 2**e and m from 1/sqrt(2) to sqrt(2), log m = 2 artanh(s) with s = (m - 1) / (m + 1) < 0.172, as a
     series in s**2.
@@ -207,6 +255,19 @@ def logarithm(values: Float64s) -> Float64s:
     exponents = exponents - small
     s = (mantissas - 1) / (mantissas + 1)
     return exponents * _LOG_2 + 2 * s * _polynomial([1 / (2 * power + 1) for power in range(12)], s * s)
+
+
+def exponential(values: Float64s) -> Float64s:
+    """Return e to the power of `values`, between -700 and 700, in their shape, to about 1e-15 of it.
+
+    With x = p * log 2 + r and r from -0.35 to 0.35, e**x = 2**p * e**r, the latter as its Taylor series.
+    """
+    powers = np.rint(values / _LOG_2)
+    rest = values - powers * _LOG_2_HIGH - powers * _LOG_2_LOW
+    return np.ldexp(_polynomial(_TAYLOR, rest), powers.astype(np.int32))
+
+
+_TAYLOR = [1 / math.factorial(power) for power in range(14)]
 
 
 def _ratio(coefficients: tuple[Sequence[float], Sequence[float]], x: Float64s) -> Float64s:

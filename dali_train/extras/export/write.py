@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from timm.models import save_for_hf
 
 from dali_train.checkpoint.recipe import saved_recipe
-from dali_train.checkpoint.run_directory import MANIFEST, RunDirectory, local_run
+from dali_train.checkpoint.run_directory import LIBRARIES, MANIFEST, RunDirectory, local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.errors import ConfigError, RunError
 from dali_train.extras.plan.forecast import changed_settings
@@ -154,7 +154,9 @@ def model_card(trained: TrainedModel, run: RunDirectory) -> str:
         "length": f"{checkpoint.step} steps of {config.batch.global_batch:,} images",
         "weights": f"{'moving average, ' if trained.weights == 'ema' else ''}digest {trained.record['digest']}",
         "record of the steps": trained.record["record"] or "none",
-        "trained with": ", ".join(f"{key} {facts[key]}" for key in ("torch", "timm", "dali", "device") if key in facts),
+        "trained with": ", ".join(
+            f"{key} {facts[key]}" for key in (*map(str.lower, LIBRARIES), "device") if key in facts
+        ),
     }
     results = []
     for event in run.events:

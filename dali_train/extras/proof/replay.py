@@ -15,7 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dali_train.checkpoint.fingerprint import WeightDigests, machine, weights_digest
+from dali_train.checkpoint.fingerprint import (
+    PIXEL_LIBRARIES,
+    WeightDigests,
+    libraries_elsewhere,
+    machine,
+    weights_digest,
+)
 from dali_train.checkpoint.format import Checkpoint, CheckpointManifest, Tensors, load_checkpoint
 from dali_train.checkpoint.recipe import keep_what_it_began_with, recipe, saved_recipe
 from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, step_of
@@ -165,7 +171,7 @@ def replay(run_dir: Path, step: int, *, dataset: str | None, options: LaunchOpti
     begin = recorded.source.name if recorded.source is not None else "the initial weights"
     print(f"replayed {plural(recorded.end - recorded.begin, 'step')} from {begin} to step {recorded.end}")
     if not same_class:
-        print(f"there    {printable(' and '.join(sorted(recorded.machines)))}\nhere     {here}")
+        print_classes(recorded.machines, here)
     lines = list(compared) or [("nothing", False, "there is neither a line nor a digest to compare with")]
     for subject, agrees, text in lines:
         print(f"{subject:8} {'' if agrees else 'DIFFERS: '}{text}")
@@ -235,6 +241,13 @@ def check_comparable(recorded: set[str], here: str, device: torch.device) -> Non
             "processors can be compared with each other: a GPU of another kind has other pixels and dropout masks. "
             "Replay on the same kind of GPU with the same versions and ranks"
         )
+
+
+def print_classes(recorded: set[str], here: str) -> None:
+    """Print which classes of machine are compared, and whether not only rounding may differ between them."""
+    print(f"there    {printable(' and '.join(sorted(recorded)))}\nhere     {here}")
+    if others := [one for one in libraries_elsewhere(recorded) if one.startswith(PIXEL_LIBRARIES)]:
+        print(f"pixels   may differ, and with them all that follows: the run had {printable(', '.join(others))}")
 
 
 def bits(recorded: Recorded, here: Replayed, saved: Checkpoint | None) -> Iterator[Comparison]:

@@ -20,11 +20,10 @@ from dali_train.commands.train import measured, restored_trainer
 from dali_train.config import Config
 from dali_train.errors import ConfigError
 from dali_train.extras.proof.prove import with_dataset
-from dali_train.extras.proof.replay import LIMIT, SCALARS, Comparison, check_comparable
+from dali_train.extras.proof.replay import LIMIT, SCALARS, Comparison, check_comparable, print_classes
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group
 from dali_train.runtime.status import METRICS, Event, best_evaluation
-from dali_train.text import printable
 from dali_train.training.build import build_evaluators, prepare
 
 Numbers = dict[str, float]
@@ -61,7 +60,7 @@ def replay_evaluation(run_dir: Path, *, dataset: str | None, options: LaunchOpti
             agrees &= same
             if launch.rank == 0:
                 if there != here:
-                    print(f"there    {printable(there)}\nhere     {here}")
+                    print_classes({there}, here)
                 print(f"{subject:8} {'' if same else 'DIFFERS: '}{path.name}: {text}")
     return agrees
 

@@ -29,7 +29,7 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
         steps: number of optimizer steps whose samples are compared; fewer if a run is shorter.
 
     Returns:
-        Whether they are the same in everything that was compared.
+        Whether they are the same in everything that was compared, on whichever machine.
 
     Raises:
         ConfigError, DatasetError: there is no such run, or its dataset is gone.
@@ -39,6 +39,7 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
     print("settings")
     for finding in findings or ["the same"]:
         print(f"  {printable(finding)}")
+    print(f"machine\n  {printable(compare_machines(*runs)) or 'the same'}")
     samples = compare_samples(*(run.config for run in runs), steps=steps)
     print(f"samples\n  {printable(samples) or 'the same'}")
     records = compare_records(*runs)
@@ -46,6 +47,15 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
     losses = compare_losses(*runs)
     print(f"losses\n  {losses or 'the same in every line that both logged'}")
     return not (findings or samples or records or losses)
+
+
+def compare_machines(first: ReportedRun, second: ReportedRun) -> str:
+    """Return what the machines of their last starts do not have in common: versions, processors, threads, ranks; empty
+    if nothing."""
+    machines = [[event["machine"] for event in run.events if "machine" in event] for run in (first, second)]
+    one, other = (texts[-1].split(", ") if texts else [] for texts in machines)
+    sides = [[part for part in one if part not in other], [part for part in other if part not in one]]
+    return " | ".join(", ".join(side) or "none" for side in sides) if any(sides) else ""
 
 
 def compare_samples(first: Config, second: Config, *, steps: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dali_train.checkpoint.run_directory import LIBRARIES
 from dali_train.config import HooksConfig
 from dali_train.config.check import load_row
 from dali_train.errors import ConfigError, DatasetError
@@ -268,7 +269,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         "data": _data(run),
         "hardware": f"{environment.get('world_size', 1)} x {environment.get('device', '?')}",
         "versions": ", ".join(
-            f"{name} {environment[name]}" for name in ("python", "torch", "dali", "timm") if name in environment
+            f"{name} {environment[name]}" for name in ("python", *map(str.lower, LIBRARIES)) if name in environment
         ),
     }
 
