@@ -29,6 +29,7 @@ from tests.helpers import (
     PIPELINE,
     REGULARISED,
     SHARDED,
+    STEADY,
     TENSOR,
     events,
     extended,
@@ -58,7 +59,11 @@ OnCpu = Callable[..., Path]
 
 THREE_STEPS = words("--run.max_steps 3 --batch.micro_batch 16 --precision.dtype fp64 --run.eval_every_epochs none")
 # Two micro-batches a rank on four ranks, five of them, and evaluations of a moving average.
-SPLIT = (*OPTIONS, *words("--precision.dtype fp64 --model.kwargs.depth 4 --run.max_steps 2 --batch.global_batch 20"))
+SPLIT = (
+    *OPTIONS,
+    *STEADY,
+    *words("--precision.dtype fp64 --model.kwargs.depth 4 --run.max_steps 2 --batch.global_batch 20"),
+)
 
 ALONE = {
     "augmented": (*AUGMENTED, *THREE_STEPS),
