@@ -26,13 +26,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from nvidia import dali
 
-from dali_train.checkpoint.run_directory import LIBRARIES
+from dali_train.checkpoint.run_directory import LIBRARIES, RunDirectory
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.dataset.sample_recipe import default_in_recipes
 from dali_train.data.loading.decoders import nvimagecodec_version
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.errors import ConfigError
 from dali_train.runtime.process import device_name, processor_name
 from dali_train.text import plural
@@ -190,20 +191,27 @@ _KERNELS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_M
 
 def library_versions() -> dict[str, str]:
     """Return the versions of `LIBRARIES` by name. All ranks of a run must have the same."""
-    ours = torch.__version__, timm.__version__, dali.__version__
-    return dict(zip(LIBRARIES, (*ours, nvimagecodec_version(), PIL.__version__, np.__version__), strict=True))
-
-
-PIXEL_LIBRARIES = ("DALI", "nvImageCodec", "Pillow")
+    versions = {
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "DALI": dali.__version__,
+        "nvImageCodec": nvimagecodec_version(),
+        "Pillow": PIL.__version__,
+        "NumPy": np.__version__,
+    }
+    return {name: versions[name] for name in LIBRARIES}
 
 
 def libraries_elsewhere(machines: Iterable[str]) -> list[str]:
     """Return the libraries of another version than here in descriptions by `machine`, as "Pillow 12.0.0 (here 13.0.0)".
     Descriptions of earlier versions have some of them only."""
     here = library_versions()
-    parts = dict.fromkeys(part for one in machines for part in one.split(", "))
-    named = [(part, *part.rsplit(" ", 1)) for part in parts if part.rsplit(" ", 1)[0] in here]
-    return [f"{part} (here {here[name]})" for part, name, version in named if version != here[name]]
+    found = []
+    for part in dict.fromkeys(part for one in machines for part in one.split(", ")):
+        name, _, version = part.rpartition(" ")
+        if name in here and version != here[name]:
+            found.append(f"{part} (here {here[name]})")
+    return found
 
 
 def machine(plan: RunPlan) -> str:
@@ -219,6 +227,16 @@ def machine(plan: RunPlan) -> str:
         *(f"{name}={os.environ[name]}" for name in _KERNELS if name in os.environ),
     ]
     return ", ".join([*parts, "deterministic"] if plan.config.run.deterministic else parts)
+
+
+def require_draws(run: RunDirectory) -> None:
+    """Raises ConfigError: the samples of `run` were drawn by another version, so they cannot be recomputed here."""
+    version = run.environment.get("draws", 1)
+    if run.environment and version != DRAWS_VERSION:
+        raise ConfigError(
+            f"{run.directory} has version {version} of the draws, and this dali_train draws version {DRAWS_VERSION}: "
+            "use the dali_train that trained it"
+        )
 
 
 def samples_of(config: Config) -> tuple[Split, MicroBatches]:

@@ -37,7 +37,7 @@ ALL_CHECKPOINTS = "all"
 _NAME = re.compile(r"step-(\d{8,18})")
 _OWN_FILES = re.compile(r"manifest\.json(\.sha256)?|evaluation\.json|[\w.-]+\.safetensors|\..*\.partial")
 _LARGEST_FILE = 10_000_000
-_COUNTS = {"host_cores", "compute_threads", "decoding_threads", "ranks_on_host", "world_size"}
+_COUNTS = {"draws", "host_cores", "compute_threads", "decoding_threads", "ranks_on_host", "world_size"}
 
 
 @contextmanager

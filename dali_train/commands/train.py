@@ -40,6 +40,7 @@ from dali_train.config.check import load_row
 from dali_train.data.loading.decoders import describe_decoder
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import pixel_format
+from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.files import git_commit, write_atomically
 from dali_train.hooks.hook_list import HookList, make_hooks
@@ -677,6 +678,7 @@ def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) ->
         "config_file": keep_files(plan.directory, config.files),
         "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
+        "draws": DRAWS_VERSION,
         **{name.lower(): version for name, version in library_versions().items()},
         "device": device_name(device),
         "host": platform.node(),

@@ -175,8 +175,8 @@ _RUN_CONFLICTS: tuple[Conflict, ...] = (
     *(
         Conflict(
             names=("optimizer.clip_mode", name),
-            when=partial(_has, name=name, also=lambda config: config.optimizer.clip_mode == "agc"),
-            remedy="it needs the norms of whole weights, set optimizer.clip_mode norm, or leave the other out",
+            when=partial(_has, name=name, also=lambda config: config.optimizer.clip_mode not in ("norm", "value")),
+            remedy="it may need the norms of whole weights, set optimizer.clip_mode norm, or leave the other out",
         )
         for name in ("parallel.shard", "parallel.tensor.size")
     ),

@@ -535,12 +535,12 @@ class OptimizerConfig:
     """What clip_grad_norm bounds, as timm's --clip-mode. norm: the 2-norm of all gradients together. value: each
     element. agc: the ratio of the 2-norms of gradient and weight, of each output of a layer and of each vector, but for
     the classifier (adaptive gradient clipping, Brock et al., arXiv 2102.06171, there 0.01). Or one that the config file
-    adds to dali_train.training.optim.GRADIENT_TRANSFORMS."""
+    adds to dali_train.training.optim.GRADIENT_TRANSFORMS, which takes the place of clipping."""
 
     CONFLICTS = (
         Conflict(
             names=("clip_mode", "clip_grad_norm"),
-            when=lambda optimizer: optimizer.clip_mode != "norm" and optimizer.clip_grad_norm is None,
+            when=lambda optimizer: optimizer.clip_mode in ("value", "agc") and optimizer.clip_grad_norm is None,
             remedy="set optimizer.clip_grad_norm, such as 0.01 for agc",
         ),
         Conflict(

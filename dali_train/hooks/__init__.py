@@ -39,7 +39,7 @@ class Hook:
 
     What a hook gets is for reading: a change of weights or of the optimizer is in no recipe, so `prove`, a resume and
     another number of ranks would not repeat it. If weights change while hooks are called, a warning says so; changes
-    through `parameter.data`, or in callbacks of torch, are not noticed.
+    through `parameter.data`, in callbacks of torch, and of buffers, averages and gradients are not noticed.
 
     If a hook raises, or calls `sys.exit`, the error is logged and the run continues, unless the hook is `required`.
     Callbacks that a hook registers with torch (`Module.register_forward_hook`, ...) are called by torch: an exception

@@ -100,9 +100,9 @@ class HookList:
         if before != [parameter._version for parameter in self._watched]:
             self._watched = []
             logger.warning(
-                "hooks have changed weights %s: of hooks.user (%s), which may only read them, because neither the "
-                "recipe nor a resume or `prove` knows of it. To change gradients add a row to GRADIENT_TRANSFORMS, "
-                "see docs/extending.md",
+                "weights changed %s while hooks were called; hooks.user has %s. Hooks may only read weights: neither "
+                "the recipe nor a resume nor `prove` knows of such a change. To change gradients, add a row to "
+                "GRADIENT_TRANSFORMS (docs/extending.md)",
                 moment,
                 ", ".join(type(hook).__name__ for hook in self._user),
             )

@@ -33,9 +33,9 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise, laid_out_like, local
 from dali_train.training.pretrained import classifiers, matching_names
 
-Clip = Callable[[Sequence[torch.Tensor], torch.Tensor], object]
-"""Changes the gradients of an optimizer's parameters in place, which come in its order, given their global 2-norm,
-0-dimensional."""
+GradientTransform = Callable[[Sequence[torch.Tensor], torch.Tensor], object]
+"""Changes the gradients of an optimizer's parameters in place. It gets the parameters in the optimizer's order, and the
+global 2-norm of their gradients, 0-dimensional."""
 
 
 def _orthogonalise_in_own_dtype(optimizer: Optimizer) -> None:
@@ -151,29 +151,32 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return optimizer
 
 
-def make_clip(optimizer: Optimizer, config: OptimizerConfig, cfg: dict[str, Any] | None) -> Clip | None:
-    """Return the function that clips the gradients of the parameters of `optimizer`; None: they are not clipped.
+def make_clip(optimizer: Optimizer, config: OptimizerConfig, cfg: dict[str, Any] | None) -> GradientTransform | None:
+    """Return the function that clips, or changes otherwise, the gradients of the parameters of `optimizer`; None: they
+    stay as they are.
 
     Args:
         cfg: timm's description of the model, which names the classifier; None: there is none.
     """
     make = lookup(GRADIENT_TRANSFORMS, "optimizer.clip_mode", config.clip_mode)
-    return None if config.clip_grad_norm is None else make(optimizer, config.clip_grad_norm, cfg)
+    unclipped = config.clip_grad_norm is None and config.clip_mode == "norm"
+    return None if unclipped else make(optimizer, config.clip_grad_norm, cfg)
 
 
-def _clip_adaptively(optimizer: Optimizer, bound: float, cfg: dict[str, Any] | None) -> Clip:
+def _clip_adaptively(optimizer: Optimizer, bound: float, cfg: dict[str, Any] | None) -> GradientTransform:
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     adapts = [name.rpartition(".")[0] not in classifiers(cfg) for name in names]
     return lambda parameters, norm: adaptive_clip_grad(compress(parameters, adapts), bound)
 
 
-GRADIENT_TRANSFORMS: dict[str, Callable[[Optimizer, float, dict[str, Any] | None], Clip]] = {
+GRADIENT_TRANSFORMS: dict[str, Callable[[Optimizer, Any, dict[str, Any] | None], GradientTransform]] = {
     "norm": lambda optimizer, bound, cfg: lambda parameters, norm: clip_grads_with_norm_(parameters, bound, norm),
     "value": lambda optimizer, bound, cfg: lambda parameters, norm: clip_grad_value_(parameters, bound),
     "agc": _clip_adaptively,
 }
-"""What optimizer.clip_mode names: each makes the function that changes the gradients of each step, given the optimizer,
-optimizer.clip_grad_norm, and timm's description of the model. A config file can add a row."""
+"""What optimizer.clip_mode names: each makes the function that changes the gradients of every step, given the
+optimizer, optimizer.clip_grad_norm (None only for rows of a config file), and timm's description of the model. A config
+file can add a row."""
 
 
 def resolved_arguments(optimizer: Optimizer) -> dict[str, Any]:

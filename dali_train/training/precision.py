@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dali_train.config import PrecisionConfig
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise, local, total_norm
-from dali_train.training.optim import Clip
+from dali_train.training.optim import GradientTransform
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,7 +57,7 @@ class Precision:
         """Return the current scale, on the device where it lives (1 without a scaler)."""
         return self.scaler.scale(torch.ones((), device=self._device))
 
-    def step(self, optimizer: Optimizer, clip: Clip | None, layout: Layout | None = None) -> torch.Tensor:
+    def step(self, optimizer: Optimizer, clip: GradientTransform | None, layout: Layout | None = None) -> torch.Tensor:
         """Unscale, clip and step; in fp16 a step with non-finite gradients changes only the scale.
 
         (Step counters on the host, which some optimizers use for bias correction, count such a step as well.)

@@ -18,7 +18,7 @@ from dali_train.parallel.parallelize import Parallel, zero_loss
 from dali_train.training.invariant import DropoutSeeding, RunningStatistics, seed_micro_batch
 from dali_train.training.loss import Objective
 from dali_train.training.metrics import NoiseScale, TrainingMetrics, all_finite
-from dali_train.training.optim import Clip, Ema
+from dali_train.training.optim import Ema, GradientTransform
 from dali_train.training.precision import Precision
 from dali_train.training.timing import PhaseClock
 
@@ -66,7 +66,7 @@ class Trainer:
     metrics: TrainingMetrics
     clock: PhaseClock
     num_micro_batches: int  # per step, of all ranks
-    clip: Clip | None  # None: gradients are not clipped
+    clip: GradientTransform | None  # None: gradients are not clipped
     # Zero gradients in place instead of freeing them: CUDA graphs write each gradient to a fixed address.
     keep_gradients: bool = False
     ema: Ema | None = None

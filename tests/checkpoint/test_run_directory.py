@@ -113,6 +113,7 @@ def test_what_a_run_did_not_write(
         shutil.rmtree(run)
     expected = {
         "status": {"status.json"},
+        "diff": {"config.json", "environment.json"},
         "report": {
             "config.json",
             "environment.json",

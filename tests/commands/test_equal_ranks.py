@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from nvidia import dali
+from nvidia.dali import backend_impl
 
 import dali_train
 from dali_train.commands.equal_ranks import require_equal_ranks
@@ -74,6 +75,8 @@ def compare(rank: int, path: Path, directory: Path) -> None:
         for name, library in {"torch": torch, "timm": timm, "DALI": dali, "Pillow": PIL, "NumPy": np}.items():
             patch.setattr(library, "__version__", f"9.{rank}")
             assert f'{name} is "9.1", rank 0 has "9.0"' in fault_of({})
+        patch.setattr(backend_impl, "GetNvimgcodecVersion", lambda: 800 + rank)
+        assert 'nvImageCodec is "0.8.1", rank 0 has "0.8.0"' in fault_of({})
 
 
 def test_what_must_be_equal(tiny_config: Path, dataset: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from dali_train.checkpoint.fingerprint import (
     written,
 )
 from dali_train.checkpoint.run_directory import MANIFEST, MANIFEST_DIGEST, RunDirectory, checkpoint_paths
-from dali_train.data.dataset.sample_recipe import DRAWS
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.errors import ConfigError
 from dali_train.extras.proof.prove import prove
-from dali_train.extras.report.diff import compare_machines, compare_records, samples_of
+from dali_train.extras.proof.replay import Recorded
+from dali_train.extras.report.diff import compare_machines, compare_records, diff, samples_of
 from dali_train.extras.report.runs import ReportedRun
 from dali_train.runtime.status import read_status
 from tests.conftest import REPOSITORY, StartTraining, Train, final_weights, finished_run, run_in_pool
@@ -562,20 +564,27 @@ def test_other_libraries_are_named(proven_run: Path, tmp_path: Path, capsys: pyt
     run = tmp_path / "run"
     shutil.copytree(proven_run, run, symlinks=True)
     lines, here = (run / "metrics.jsonl").read_text(), f"Pillow {PIL.__version__}"
-    (run / "metrics.jsonl").write_text(lines.replace(here, "Pillow 9.1"))
+    (run / "metrics.jsonl").write_text(lines.replace(here, "Pillow 9.1, Pillow"))
     assert prove(run, dataset=None, all_draws=False)
     assert f"machine  the run had Pillow 9.1 (here {PIL.__version__}): pixels" in capsys.readouterr().out
-    assert compare_machines(ReportedRun(run), ReportedRun(proven_run)) == f"Pillow 9.1 | {here}"
+    assert compare_machines(ReportedRun(run), ReportedRun(proven_run)) == f"Pillow 9.1, Pillow | {here}"
 
 
-def test_draws_of_another_version_are_not_judged(proven_run: Path, tmp_path: Path) -> None:
-    """A run that began before the version was part of the recipe."""
+def test_draws_of_another_version_are_not_judged(
+    proven_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of a dali_train that did not record the version, nor keep a checkpoint that has it in its recipe."""
     run = tmp_path / "run"
     shutil.copytree(proven_run, run, symlinks=True)
-    for checkpoint in checkpoint_paths(run / "checkpoints"):
-        edit_manifest(checkpoint, lambda manifest: manifest["values"]["recipe"].pop(DRAWS))
-    with pytest.raises(ConfigError, match=r"version 1 of the draws.* has version 2: prove it with the dali_train"):
-        prove(run, dataset=None, all_draws=False)
+    shutil.rmtree(run / "checkpoints")
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment.pop("draws") == DRAWS_VERSION
+    (run / "environment.json").write_text(json.dumps(environment))
+    for judge in (partial(prove, run, dataset=None, all_draws=False), partial(Recorded.of, RunDirectory(run), 2)):
+        with pytest.raises(ConfigError, match=r"has version 1 of the draws, .* 2: use the dali_train that trained it"):
+            judge()
+    assert diff(run, proven_run, steps=1) is False
+    assert "  version of the draws: 1 | 2\n" in capsys.readouterr().out
 
 
 def test_diff_compares_records(proven_run: Path, tmp_path: Path) -> None:

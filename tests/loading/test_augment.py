@@ -27,7 +27,7 @@ from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, Indexed
 from dali_train.data.sampling.draws import DrawInput, draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.policy import IDENTITY, draw_operators, erased_boxes, policy_of
-from dali_train.data.sampling.rng import Purpose, beta, philox_generator, shares, shuffled
+from dali_train.data.sampling.rng import Purpose, beta, philox_generator, shuffled, uniforms
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.doctor.decoding import decoder_in_log
 from tests.conftest import photograph
@@ -401,7 +401,7 @@ def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch) -> None:
         shuffled(generator, size)
         mixup = beta(generator, 0.8)
         more = philox_generator(3, Purpose.CUTMIX, low=0, high=step)
-        switch, y, x = shares(more, 3)
+        switch, y, x = uniforms(more, 3)
         cutmix = beta(more, 1.0)
         fed = FedNumpy(
             rand=[0.0, switch],  # the first: whether to mix at all

@@ -13,9 +13,9 @@ from dali_train.data.sampling.rng import (
     exponential,
     logarithm,
     philox_generator,
-    shares,
     shuffled,
     uniform,
+    uniforms,
 )
 
 Candidates = Callable[[NDArray[np.intp], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.bool_]]]
@@ -27,7 +27,7 @@ class DrawInput:
     """What the draws of n images depend on besides the seed, each (n,)."""
 
     numbers: NDArray[np.int64]  # in the split of their dataset
-    draw_numbers: NDArray[np.int64]  # how often each was drawn before: the epoch, unless there are repeats or views
+    draw_numbers: NDArray[np.int64]  # see `SampleOrder.images_at`; each view has its own
     heights: NDArray[np.int64]  # pixels
     widths: NDArray[np.int64]
 
@@ -216,7 +216,7 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
     cuts = np.zeros((size, 4), dtype=np.int32)
     mixes = config.enabled
     if mixes and config.probability < 1:
-        (draw,) = shares(philox_generator(seed, Purpose.MIXED, low=k, high=step), 1)
+        (draw,) = uniforms(philox_generator(seed, Purpose.MIXED, low=k, high=step), 1)
         mixes = draw < config.probability
     if not mixes:
         return Mixing(partners=np.arange(size, dtype=np.int32), lambdas=np.ones(size, dtype=np.float32), cuts=cuts)
@@ -227,7 +227,7 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
         share = beta(generator, config.alpha)
     if config.cutmix_alpha > 0:
         more = philox_generator(seed, Purpose.CUTMIX, low=k, high=step)
-        switch, y, x = shares(more, 3)
+        switch, y, x = uniforms(more, 3)
         if config.alpha == 0 or switch < config.switch_probability:
             box = _cut_box(beta(more, config.cutmix_alpha), y, x, side)
             share = 1 - box[2] * box[3] / side**2

@@ -229,7 +229,7 @@ class Segment:
     Coordinate r of W has the micro-batches r, r + W, r + 2 W, ... of every step. A coordinate, not the global rank:
     with model parallelism several ranks share one.
 
-    Iterating yields (step, k) of each, and does not stop at `end_step`: what prepares micro-batches draw_input ahead.
+    Iterating yields (step, k) of each, and does not stop at `end_step`: what prepares micro-batches looks ahead.
     """
 
     config: SampleConfig  # with that size

@@ -264,6 +264,7 @@ def draw_operators(seed: int, policy: Policy, images: DrawInput) -> tuple[NDArra
     uniforms = draws[:, :, 2]
     normals = np.zeros_like(uniforms)
     if policy.has_noise:
+        # Zero has no quantile: half of the smallest other number instead.
         normals = normal_quantile(np.maximum(uniforms.ravel(), 2.0**-54)).reshape(uniforms.shape)
     counter = column = 0
     for group in policy.groups:

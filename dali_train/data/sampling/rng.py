@@ -1,8 +1,8 @@
 """All random numbers of the data path, of dropout and of initial weights, as pure functions of what they are for.
 
 The generator is Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a block
-cipher that turns (key, counter) into random bits, without state. The key is (seed, purpose); the counter is (epoch,
-image) or (step, k). So a draw depends neither on the rank that makes it nor on earlier draws. NumPy has the same
+cipher that turns (key, counter) into random bits, without state. The key is (seed, purpose); the counter is (image,
+draw number) or (step, k). So a draw depends neither on the rank that makes it nor on earlier draws. NumPy has the same
 generator; `philox` is a vectorised form (a test compares the two), because one generator object per image would cost
 more than all the arithmetic here.
 
@@ -122,7 +122,7 @@ def uniform(
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def shares(generator: np.random.Philox, count: int) -> Float64s:
+def uniforms(generator: np.random.Philox, count: int) -> Float64s:
     """Return the next `count` numbers of `generator` as uniform ones between 0 and 1 exclusive, (count,)."""
     return ((generator.random_raw(count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
@@ -139,23 +139,23 @@ def beta(generator: np.random.Philox, alpha: float) -> float:
     """
     candidates = _johnk if alpha <= 1 else _cheng
     while True:
-        values, is_taken = candidates(alpha, shares(generator, 2 * _NUM_CANDIDATES).reshape(2, _NUM_CANDIDATES))
+        values, is_taken = candidates(alpha, uniforms(generator, 2 * _NUM_CANDIDATES).reshape(2, _NUM_CANDIDATES))
         if is_taken.any():
             return float(values[is_taken.argmax()])
 
 
-def _johnk(alpha: float, uniforms: Float64s) -> tuple[Float64s, NDArray[np.bool_]]:
-    """Return candidates, made of `uniforms`, (2, n), and whether each is to be taken."""
+def _johnk(alpha: float, pairs: Float64s) -> tuple[Float64s, NDArray[np.bool_]]:
+    """Return candidates, made of `pairs` of uniform numbers, (2, n), and whether each is to be taken."""
     # Powers of 1 / alpha, and the share of the first in their sum. With a small alpha both may be below any float.
-    first, second = logarithm(uniforms) / alpha
+    first, second = logarithm(pairs) / max(alpha, 1e-300)
     powers = exponential(np.maximum([first, second], -_LARGEST_EXPONENT))
     values = 1 / (1 + exponential(np.clip(second - first, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)))
     return values, powers[0] + powers[1] <= 1
 
 
-def _cheng(alpha: float, uniforms: Float64s) -> tuple[Float64s, NDArray[np.bool_]]:
+def _cheng(alpha: float, pairs: Float64s) -> tuple[Float64s, NDArray[np.bool_]]:
     """As `_johnk`."""
-    first, rest, second = logarithm(np.stack([uniforms[0], 1 - uniforms[0], uniforms[1]]))
+    first, rest, second = logarithm(np.stack([pairs[0], 1 - pairs[0], pairs[1]]))
     v = (first - rest) / np.sqrt(alpha)
     w = alpha * exponential(v)
     r = (alpha + np.sqrt(alpha)) * v - 2 * _LOG_2
@@ -174,16 +174,16 @@ def uniform_weights(seed: int, draw: int, count: int, low: float, high: float) -
     first, last = np.float32(low), np.float32(high)
     inner = np.nextafter(first, last), np.nextafter(last, first)
     values = np.empty(count, dtype=np.float32)
-    for part, uniforms in _uniforms(seed, draw, count):
-        values[part] = np.clip((low + uniforms * (high - low)).astype(np.float32), *inner)
+    for part, numbers in _uniform_parts(seed, draw, count):
+        values[part] = np.clip((low + numbers * (high - low)).astype(np.float32), *inner)
     return values
 
 
 def normal_weights(seed: int, draw: int, count: int, mean: float, std: float) -> NDArray[np.float32]:
     """Return `count` normally distributed numbers for draw number `draw` of a model, shape (count,)."""
     values = np.empty(count, dtype=np.float32)
-    for part, uniforms in _uniforms(seed, draw, count):
-        values[part] = mean + std * normal_quantile(uniforms)
+    for part, numbers in _uniform_parts(seed, draw, count):
+        values[part] = mean + std * normal_quantile(numbers)
     return values
 
 
@@ -197,11 +197,11 @@ def inverse_erf(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return result.reshape(values.shape)
 
 
-def _uniforms(seed: int, draw: int, count: int) -> Iterator[tuple[slice, Float64s]]:
+def _uniform_parts(seed: int, draw: int, count: int) -> Iterator[tuple[slice, Float64s]]:
     """Yield `count` numbers between 0 and 1 exclusive, in parts, each with its slice."""
     generator = philox_generator(seed, Purpose.WEIGHTS, low=draw, high=0)
     for start in range(0, count, _CHUNK):
-        yield slice(start, start + _CHUNK), shares(generator, min(_CHUNK, count - start))
+        yield slice(start, start + _CHUNK), uniforms(generator, min(_CHUNK, count - start))
 
 
 # Numerator and denominator of the three rational approximations of algorithm AS 241, PPND16 (Wichura, "The percentage
@@ -231,13 +231,13 @@ _LOG_2_LOW = 5.497923018708371e-14
 _LARGEST_EXPONENT = 700.0  # of e, both ways, before float64 overflows or loses digits
 
 
-def normal_quantile(shares: Float64s) -> Float64s:
-    """Return the number below which a share of the standard normal distribution lies, for each of `shares`, between 0
-    and 1 exclusive, (n,)."""
-    centred = shares - 0.5
+def normal_quantile(probabilities: Float64s) -> Float64s:
+    """Return the number below which a standard normal one lies with a probability, for each of `probabilities`, between
+    0 and 1 exclusive, (n,)."""
+    centred = probabilities - 0.5
     values = centred * _ratio(_CENTRAL, 0.180625 - centred * centred)
     outer = np.flatnonzero(np.abs(centred) > 0.425)
-    depth = np.sqrt(-logarithm(np.minimum(shares[outer], 1 - shares[outer])))
+    depth = np.sqrt(-logarithm(np.minimum(probabilities[outer], 1 - probabilities[outer])))
     far = _ratio(_FAR_TAIL, depth - 5)
     values[outer] = np.copysign(np.where(depth <= 5, _ratio(_TAIL, depth - 1.6), far), centred[outer])
     return values

@@ -124,15 +124,15 @@ class MixedOrder(SampleOrder):
         return total
 
     def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (images, epochs of their sources) at `positions`, each of the same shape; see `SampleOrder`."""
+        """Return (images, draw numbers in their sources) at `positions`, each of the same shape; see `SampleOrder`."""
         sources, own = self._in_sources(positions)
         images = np.empty_like(positions)
-        epochs = np.empty_like(positions)
+        draw_numbers = np.empty_like(positions)
         for source, order in enumerate(self.orders):
             here = sources == source
-            found, epochs[here] = order.images_at(own[here])
+            found, draw_numbers[here] = order.images_at(own[here])
             images[here] = found + self.firsts[source]
-        return images, epochs
+        return images, draw_numbers
 
     def windows_at(self, positions: NDArray[np.int64]) -> list[tuple[int, int]] | None:
         """Return (epoch, window) as `SampleOrder` does; of S sources, window w of source i has the number S w + i."""

@@ -20,6 +20,7 @@ from dali_train.checkpoint.fingerprint import (
     libraries_elsewhere,
     order_digest,
     recipe_digest,
+    require_draws,
     result_of,
     samples_of,
     weights_digest,
@@ -29,11 +30,9 @@ from dali_train.checkpoint.recipe import keep_what_it_began_with, recipe
 from dali_train.checkpoint.run_directory import RunDirectory, local_run, step_of
 from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.config import Config
-from dali_train.data.dataset.sample_recipe import DRAWS, changes_between, value_in
+from dali_train.data.dataset.sample_recipe import changes_between
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.micro_batch import MicroBatches
-from dali_train.data.sampling.rng import DRAWS_VERSION
-from dali_train.errors import ConfigError
 from dali_train.extras.proof.accuracies import check_accuracies
 from dali_train.extras.proof.evidence import Evidence, Point
 from dali_train.runtime.status import METRICS
@@ -70,15 +69,11 @@ def prove(run: Path | str, *, dataset: str | None, all_draws: bool) -> bool:
 
 
 def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
+    require_draws(run)
     config = with_dataset(run.config, dataset)
     split, micro_batches = samples_of(config)
     evidence = Evidence.of(run, run.config.steps(run.config.run.epochs, split.num_images))
     current = recipe(config, split.manifest)
-    if evidence.recipe and (version := value_in(evidence.recipe, DRAWS)) != DRAWS_VERSION:
-        raise ConfigError(
-            f"{run.directory} has version {printable(str(version))} of the draws, and this dali_train has version "
-            f"{DRAWS_VERSION}: prove it with the dali_train that trained it"
-        )
     keep_what_it_began_with(evidence.recipe, current)
     points, last = evidence.points, evidence.points[-1].step
     sums = order_sums(micro_batches, {point.step for point in points})

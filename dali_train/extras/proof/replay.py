@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from dali_train.checkpoint.fingerprint import (
-    PIXEL_LIBRARIES,
     WeightDigests,
     libraries_elsewhere,
     machine,
+    require_draws,
     weights_digest,
 )
 from dali_train.checkpoint.format import Checkpoint, CheckpointManifest, Tensors, load_checkpoint
@@ -72,6 +72,7 @@ class Recorded:
     @classmethod
     def of(cls, run: RunDirectory, step: int) -> "Recorded":
         """Find the steps to train again for `step`, counted from 1. Raises ConfigError: nothing to compare with."""
+        require_draws(run)
         lines: dict[int, Event] = {}
         machines: dict[int, str] = {}
         means_since: dict[int, int] = {}
@@ -246,7 +247,7 @@ def check_comparable(recorded: set[str], here: str, device: torch.device) -> Non
 def print_classes(recorded: set[str], here: str) -> None:
     """Print which classes of machine are compared, and whether not only rounding may differ between them."""
     print(f"there    {printable(' and '.join(sorted(recorded)))}\nhere     {here}")
-    if others := [one for one in libraries_elsewhere(recorded) if one.startswith(PIXEL_LIBRARIES)]:
+    if others := libraries_elsewhere(recorded):
         print(f"pixels   may differ, and with them all that follows: the run had {printable(', '.join(others))}")
 
 

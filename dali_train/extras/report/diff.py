@@ -29,13 +29,16 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
         steps: number of optimizer steps whose samples are compared; fewer if a run is shorter.
 
     Returns:
-        Whether they are the same in everything that was compared, on whichever machine.
+        Whether settings, samples, records and losses are the same; the machines may differ.
 
     Raises:
         ConfigError, DatasetError: there is no such run, or its dataset is gone.
     """
     runs = ReportedRun(first), ReportedRun(second)
     findings = [f"{name}: {' | '.join(map(as_typed, values))}" for name, values in differences(runs)]
+    versions = [run.environment.get("draws", 1) for run in runs]
+    if versions[0] != versions[1]:  # the samples below are those of this version
+        findings.append(f"version of the draws: {versions[0]} | {versions[1]}")
     print("settings")
     for finding in findings or ["the same"]:
         print(f"  {printable(finding)}")
@@ -53,7 +56,9 @@ def compare_machines(first: ReportedRun, second: ReportedRun) -> str:
     """Return what the machines of their last starts do not have in common: versions, processors, threads, ranks; empty
     if nothing."""
     machines = [[event["machine"] for event in run.events if "machine" in event] for run in (first, second)]
-    one, other = (texts[-1].split(", ") if texts else [] for texts in machines)
+    if not all(machines):
+        return "not recorded"
+    one, other = (texts[-1].split(", ") for texts in machines)
     sides = [[part for part in one if part not in other], [part for part in other if part not in one]]
     return " | ".join(", ".join(side) or "none" for side in sides) if any(sides) else ""
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dali_train.checkpoint.fingerprint import samples_of
+from dali_train.checkpoint.fingerprint import require_draws, samples_of
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import Config
@@ -73,6 +73,7 @@ def show_suspects(
         DatasetError: the dataset is not here, or an image cannot be decoded.
     """
     run = RunDirectory(run_dir)
+    require_draws(run)
     config = with_dataset(run.config, dataset)
     _, micro_batches = samples_of(config)
     split = open_split(config.data, "train")
