@@ -31,7 +31,14 @@ from dali_train.training.invariant import RunningStatistics, choose_seeding, dro
 from dali_train.training.loss import TrainingClasses, loss_of, losses_of_several, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
-from dali_train.training.optim import Ema, check_groups, check_shardwise, make_clip, make_optimizer
+from dali_train.training.optim import (
+    Ema,
+    check_groups,
+    check_shardwise,
+    gradient_transform_of,
+    make_clip,
+    make_optimizer,
+)
 from dali_train.training.pipelined import PipelineTrainer, StageRunner
 from dali_train.training.precision import Precision, choose_tf32, compute_in
 from dali_train.training.schedule import schedule_of
@@ -105,9 +112,11 @@ def fit_to_ranks(config: Config, launch: Launch) -> Layout:
     """Return the layout of the ranks, after the cheap checks: names, batch and pipeline.
 
     Raises:
-        ConfigError: there is no such loss or schedule, or the batch or pipeline does not fit the number of ranks.
+        ConfigError: there is no such schedule, change of gradients or loss, or the batch or pipeline does not fit the
+            number of ranks.
     """
     schedule_of(config.schedule)
+    gradient_transform_of(config.optimizer)
     if config.loss.name not in losses_of_several():
         loss_of(config.loss)
     layout = Layout.from_config(launch, config.parallel)

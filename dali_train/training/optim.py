@@ -158,9 +158,9 @@ def make_clip(optimizer: Optimizer, config: OptimizerConfig, cfg: dict[str, Any]
     Args:
         cfg: timm's description of the model, which names the classifier; None: there is none.
     """
-    make = lookup(GRADIENT_TRANSFORMS, "optimizer.clip_mode", config.clip_mode)
-    unclipped = config.clip_grad_norm is None and config.clip_mode == "norm"
-    return None if unclipped else make(optimizer, config.clip_grad_norm, cfg)
+    if config.clip_grad_norm is None and config.clip_mode == "norm":
+        return None
+    return gradient_transform_of(config)(optimizer, config.clip_grad_norm, cfg)
 
 
 def _clip_adaptively(optimizer: Optimizer, bound: float, cfg: dict[str, Any] | None) -> GradientTransform:
@@ -169,7 +169,8 @@ def _clip_adaptively(optimizer: Optimizer, bound: float, cfg: dict[str, Any] | N
     return lambda parameters, norm: adaptive_clip_grad(compress(parameters, adapts), bound)
 
 
-GRADIENT_TRANSFORMS: dict[str, Callable[[Optimizer, Any, dict[str, Any] | None], GradientTransform]] = {
+MakeTransform = Callable[[Optimizer, Any, dict[str, Any] | None], GradientTransform]
+GRADIENT_TRANSFORMS: dict[str, MakeTransform] = {
     "norm": lambda optimizer, bound, cfg: lambda parameters, norm: clip_grads_with_norm_(parameters, bound, norm),
     "value": lambda optimizer, bound, cfg: lambda parameters, norm: clip_grad_value_(parameters, bound),
     "agc": _clip_adaptively,
@@ -177,6 +178,15 @@ GRADIENT_TRANSFORMS: dict[str, Callable[[Optimizer, Any, dict[str, Any] | None],
 """What optimizer.clip_mode names: each makes the function that changes the gradients of every step, given the
 optimizer, optimizer.clip_grad_norm (None only for rows of a config file), and timm's description of the model. A config
 file can add a row."""
+
+
+def gradient_transform_of(config: OptimizerConfig) -> MakeTransform:
+    """Return the row of `GRADIENT_TRANSFORMS` that optimizer.clip_mode names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return lookup(GRADIENT_TRANSFORMS, "optimizer.clip_mode", config.clip_mode)
 
 
 def resolved_arguments(optimizer: Optimizer) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Trainer:
     metrics: TrainingMetrics
     clock: PhaseClock
     num_micro_batches: int  # per step, of all ranks
-    clip: GradientTransform | None  # None: gradients are not clipped
+    clip: GradientTransform | None  # None: gradients stay as they are
     # Zero gradients in place instead of freeing them: CUDA graphs write each gradient to a fixed address.
     keep_gradients: bool = False
     ema: Ema | None = None

@@ -116,6 +116,7 @@ MISTAKES: list[tuple[Mistake, str]] = [
     (('root="data"', 'root="data", reader="idx"'), "line 4: data.reader is 'idx': use index (of index, dali"),
     (('root="data"', 'root="data", mean=(0.5, 0.5, 0.5)'), "line 4: data.mean is not a setting: use data.normalise"),
     (("=1)", '=1, step_every="batch")'), "line 7: schedule.step_every is 'batch': use step or epoch"),
+    (("lr=1e-3", 'lr=1e-3, clip_mode="nrom"'), "optimizer.clip_mode is 'nrom': use norm (of norm, value, agc)"),
     (("=1)", '=1, name="cosin")'), "schedule.name is 'cosin': use cosine (of linear, cosine, "),
     (
         ("Config(", 'Config(loss=LossConfig(name="cross-entropi"),'),

@@ -9,7 +9,7 @@ operators that have two. The operators themselves are in one table, in data/load
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -179,9 +179,7 @@ class Policy:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Return the operators in use; the first one is the identity, for steps that are not applied."""
-        alternatives = (alternative for group in self.groups for alternative in group.alternatives)
-        used = (step.operator for alternative in alternatives for step in alternative)
-        return tuple(dict.fromkeys([IDENTITY, *used]))
+        return tuple(dict.fromkeys([IDENTITY, *(step.operator for step in self._steps)]))
 
     @cached_property
     def num_steps(self) -> int:
@@ -190,8 +188,12 @@ class Policy:
     @cached_property
     def has_noise(self) -> bool:
         """Whether any level is normally distributed."""
-        alternatives = (alternative for group in self.groups for alternative in group.alternatives)
-        return any(0 < step.std < np.inf for alternative in alternatives for step in alternative)
+        return any(0 < step.std < np.inf for step in self._steps)
+
+    @property
+    def _steps(self) -> Iterator[Step]:
+        """The steps of all alternatives of all groups."""
+        return (step for group in self.groups for alternative in group.alternatives for step in alternative)
 
 
 def policy_of(data: DataConfig) -> Policy:

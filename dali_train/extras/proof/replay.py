@@ -248,7 +248,7 @@ def print_classes(recorded: set[str], here: str) -> None:
     """Print which classes of machine are compared, and whether not only rounding may differ between them."""
     print(f"there    {printable(' and '.join(sorted(recorded)))}\nhere     {here}")
     if others := libraries_elsewhere(recorded):
-        print(f"pixels   may differ, and with them all that follows: the run had {printable(', '.join(others))}")
+        print(f"versions more than rounding may differ: the run had {printable(', '.join(others))}")
 
 
 def bits(recorded: Recorded, here: Replayed, saved: Checkpoint | None) -> Iterator[Comparison]:
