@@ -5,6 +5,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -23,6 +24,7 @@ from dali_train.errors import ConfigError, UserError
 from dali_train.text import shortened
 
 T = TypeVar("T")
+_log = logging.getLogger("dali_train")
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # an OSError's errno when a disk, a quota or a limit is full
 
@@ -36,13 +38,13 @@ NO_SHARED_MAP = (*_NOT_SUPPORTED, errno.ENODEV)  # FUSE with direct_io, 9p witho
 TIME_STEPS_NS = (1, 100, 1_000, 10_000_000, 1_000_000_000, 2_000_000_000)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write and flush a file completely, or not at all."""
+def write_atomically(path: Path, *contents: bytes | memoryview) -> None:
+    """Write and flush a file, of `contents` one after the other, completely, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(content)
+            file.writelines(contents)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -65,6 +67,23 @@ def remove_partial_files(directory: Path, *, depth: int) -> None:
             remove_partial_files(path, depth=depth - 1)
         elif re.fullmatch(r"\..+\.\d+\.partial", path.name) and path.is_file():
             path.unlink()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory with all that is in it, as far as possible; log a warning if something stays.
+
+    A file that a process has open, this one or another, is not removed by NFS and FUSE but renamed (`is_still_open`),
+    and its directory cannot be removed. Whoever removes something calls this again at the next start.
+    """
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        _log.warning("%s cannot be removed yet: a file in it is open, or protected; the next start tries again", path)
+
+
+def is_still_open(name: str) -> bool:
+    """Return whether this is the name that NFS or FUSE gives to a file that was removed, or replaced, while it was
+    open. It goes when the file is closed."""
+    return re.fullmatch(r"\.(nfs|fuse_hidden)[0-9a-fA-F]+", name) is not None
 
 
 def sync_directory(directory: Path) -> None:
@@ -302,7 +321,7 @@ def temporary_directory() -> Iterator[Path]:
     with suppress(OSError):
         for path in parent.glob(f"{_TEMPORARY}*"):
             _remove_abandoned(path)
-    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=parent) as name:
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=parent, ignore_cleanup_errors=True) as name:
         locking = Path(name, f"{_IN_USE}.partial")
         with locking.open("wb") as lock:
             with suppress(NoLocksError):
@@ -325,7 +344,7 @@ def _remove_abandoned(path: Path) -> None:
             for semaphore in _SEMAPHORES.glob(f"sem.{path.name}-*"):
                 semaphore.unlink()
             shutil.rmtree(path / "files", ignore_errors=True)  # first: a kill in between leaves what tells its state
-            shutil.rmtree(path)
+        shutil.rmtree(path)
 
 
 def private_directory(setting: str, parent: Path) -> Path:

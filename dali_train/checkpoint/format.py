@@ -469,7 +469,7 @@ def local_copy_of(path: Path, group: dist.ProcessGroup | None) -> Iterator[Path]
     fetches = rank in fetching.values()
     if fetches:
         shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir(parents=True)
+        copy.mkdir(parents=True, exist_ok=True)
     try:
         for target in fetching.values():
             for name in names:

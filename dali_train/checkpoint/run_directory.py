@@ -22,7 +22,15 @@ from dali_train.config import Config
 from dali_train.config.check import load_row
 from dali_train.config.config import config_from_json
 from dali_train.errors import ConfigError
-from dali_train.files import NO_SYMLINKS, ForeignFileError, json_field, read_json, read_limited, write_atomically
+from dali_train.files import (
+    NO_SYMLINKS,
+    ForeignFileError,
+    is_still_open,
+    json_field,
+    read_json,
+    read_limited,
+    write_atomically,
+)
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import METRICS, Event, read_events
 
@@ -152,12 +160,13 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 def is_unfinished(path: Path) -> bool:
     """Return whether a name is that of a checkpoint that is being written, fetched or removed, or that a killed run
     left in this state."""
-    return re.fullmatch(r"\.step-\d{8,18}\.(partial|removed|copy)", path.name) is not None
+    return re.fullmatch(r"\.step-\d{8,18}\.(partial|removed\d*|copy)", path.name) is not None
 
 
 def foreign_files(path: Path) -> list[str]:
     """Return the names in a checkpoint's directory that no run writes there."""
-    return sorted(child.name for child in path.iterdir() if not _OWN_FILES.fullmatch(child.name) or child.is_dir())
+    names = [child.name for child in path.iterdir() if not _OWN_FILES.fullmatch(child.name) or child.is_dir()]
+    return sorted(name for name in names if not is_still_open(name))
 
 
 def step_of(path: Path) -> int:

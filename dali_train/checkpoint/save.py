@@ -6,6 +6,7 @@ on disk, so a directory without ``.partial`` is complete. The only position is t
 follow from it (the invariant).
 """
 
+import itertools
 import logging
 import os
 import shutil
@@ -42,7 +43,7 @@ from dali_train.checkpoint.run_directory import (
     set_aside,
     step_of,
 )
-from dali_train.files import NO_SPACE, sync_directory
+from dali_train.files import NO_SPACE, remove_tree, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
 from dali_train.runtime.process_group import on_rank_0
 from dali_train.text import plural
@@ -260,7 +261,7 @@ class CheckpointWriter:
                 sync_directory(parent)
         for rest in filter(is_unfinished, [*self._directory.iterdir()]):
             if rest.is_dir() and not rest.is_symlink():
-                shutil.rmtree(rest)
+                remove_tree(rest)
             else:
                 set_aside(rest)
         paths = checkpoint_paths(self._directory)
@@ -295,6 +296,7 @@ def _remove(path: Path) -> None:
         set_aside(path)
         logger.warning("%s has %s, which no run wrote: it is kept under another name", path, foreign[0])
         return
-    doomed = path.with_name(f".{path.name}.removed")
+    names = (path.with_name(f".{path.name}.removed{number or ''}") for number in itertools.count())
+    doomed = next(name for name in names if not os.path.lexists(name))  # one of this step may not be gone yet
     path.rename(doomed)  # atomic: a run killed here leaves no partial checkpoint
-    shutil.rmtree(doomed)
+    remove_tree(doomed)

@@ -1140,7 +1140,7 @@ class HooksConfig:
     log_every_steps: Count = 10
     """Steps between two lines on the console and in metrics.jsonl; the host reads the loss only then."""
     trace_samples: bool = False
-    """Write samples.rank{r}.jsonl: which images each micro-batch had."""
+    """Write samples.rank{r}.jsonl: which images each micro-batch had, in 13 bytes an image."""
     ledger: bool = False
     """Write ledger/epoch-NNNNN.npy: loss and margin of each training image in each epoch, in 4 bytes, against the
     image's own label; `dali-train suspects` finds images with a wrong label by them."""

@@ -113,9 +113,10 @@ class SystemFacts(Hook):
         rate = (read - self._last_read) / (now - self._last_time)
         self._last_time, self._last_read = now, read
         memory = psutil.virtual_memory()
+        own = self._process.memory_info()
         return {
-            # Mapped shards count as long as they are cached.
-            "process_memory_gb": self._process.memory_info().rss / 1e9,
+            # Without mapped shards, which are in memory as long as the system has room for them.
+            "process_memory_gb": (own.rss - own.shared) / 1e9,
             "host_memory_gb": (memory.total - memory.available) / 1e9,
             "disk_read_mb_per_s": rate / 1e6,
             **({} if power_w is None else {"cpu_power_w": power_w}),

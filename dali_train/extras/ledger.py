@@ -12,7 +12,7 @@ depends on the ranks as the weights do: by rounding alone, of which 16 bits show
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -197,13 +197,20 @@ def read_epoch(path: Path, num_images: int) -> NDArray[np.void]:
     return values
 
 
-def shares(micro_batches: MicroBatches, epoch: int, num_images: int, num_rows: int) -> NDArray[np.float32]:
+def shares(
+    micro_batches: MicroBatches,
+    epoch: int,
+    num_images: int,
+    num_rows: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> NDArray[np.float32]:
     """Return how much of each image was in its training image in an epoch, (num_rows,): lambda, 1 where nothing was
     mixed. Of several in an epoch the last one counts, as in the ledger.
 
     Args:
         num_images: positions of an epoch.
         num_rows: of the index.
+        progress: called with the number of positions that are done.
     """
     result = np.ones(num_rows, np.float32)
     per_micro_batch = len(micro_batches.positions(0, 0))
@@ -213,4 +220,5 @@ def shares(micro_batches: MicroBatches, epoch: int, num_images: int, num_rows: i
         images, _ = micro_batches.order.images_at(positions)
         inside = positions // num_images == epoch
         result[images[inside]] = micro_batches.mixing(step, k).lambdas[inside]
+        progress(int(inside.sum()))
     return result

@@ -65,6 +65,7 @@ from dali_train.files import (
     json_field,
     open_regular,
     read_json,
+    remove_tree,
     sha256,
     sync_directory,
     temporary_directory,
@@ -482,7 +483,7 @@ def _fetch(bucket: Bucket, folder: str, evaluation: Evaluation | None, path: Pat
     """Download a checkpoint to `path`; False, with a warning, if it is not what was uploaded."""
     partial = path.with_name(f".{path.name}.partial")  # which the next start removes
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir(parents=True, exist_ok=True)
     try:
         prefix = f"{_CHECKPOINTS}/{folder}"
         sizes = bucket.sizes(f"{prefix}/")
@@ -504,7 +505,7 @@ def _fetch(bucket: Bucket, folder: str, evaluation: Evaluation | None, path: Pat
             raise DamagedError(f"{MANIFEST} is another checkpoint's")
     except (DamagedError, MissingObjectError, ChangedObjectError) as error:
         logger.warning("run.mirror: %s/%s is damaged and skipped: %s", bucket.url, folder, error)
-        shutil.rmtree(partial)
+        remove_tree(partial)
         return False
     if evaluation is not None:
         record_top1(partial, *evaluation)

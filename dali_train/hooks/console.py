@@ -13,6 +13,7 @@ from typing import ClassVar, TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
+from dali_train.data.progress import size_of_terminal
 from dali_train.hooks import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
@@ -172,7 +173,7 @@ class Console(Hook):
         self._bar = tqdm(
             total=record.total_steps,
             initial=record.start_step,
-            dynamic_ncols=True,
+            **size_of_terminal(),
             bar_format=_BAR_FORMAT,
             disable=record.launch.rank != 0 or not sys.stderr.isatty() or record.launch.launcher == "srun",
         )

@@ -177,10 +177,10 @@ def test_an_indexing_that_was_killed_leaves_no_mixture(indexed: Path, monkeypatc
     old = (indexed / "dataset.json").read_bytes()
     write = room.write_atomically
 
-    def killed(path: Path, content: bytes) -> None:
+    def killed(path: Path, *contents: bytes) -> None:
         if path.name == "validation.npy":
             raise KeyboardInterrupt
-        write(path, content)
+        write(path, *contents)
 
     monkeypatch.setattr(room, "write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):

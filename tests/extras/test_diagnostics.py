@@ -2,14 +2,16 @@
 
 import dataclasses
 import logging
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from dali_train.config import OptimizerConfig
-from dali_train.extras.diagnostics import HISTORY, Health, ProcessorPower
+from dali_train.extras.diagnostics import HISTORY, Health, ProcessorPower, SystemFacts
 from dali_train.hooks import RunStart, StepRecord, TrainRecord
 
 
@@ -86,3 +88,17 @@ def test_power_of_the_processors(tmp_path: Path) -> None:
     nothing = ProcessorPower(tmp_path / "nowhere", now=0.0)
     nothing.sample(now=10.0)
     assert nothing.mean_w() is None
+
+
+def test_mapped_shards_are_not_the_processs_memory(tmp_path: Path) -> None:
+    size = 64 << 20
+    (tmp_path / "shard").write_bytes(bytes(size))
+    facts = SystemFacts()
+    facts.start(cast(RunStart, SimpleNamespace(model=torch.nn.Linear(1, 1))))
+    before = facts.measure()["process_memory_gb"]
+    with (tmp_path / "shard").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0  # every page is in memory now
+        assert facts.measure()["process_memory_gb"] < before + size / 4e9
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as own:
+        own.write(bytes(size))
+        assert facts.measure()["process_memory_gb"] > before + size / 2e9

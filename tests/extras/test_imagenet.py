@@ -3,11 +3,14 @@
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dali_train.cli import main
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import MappedFiles, stored_image
+from dali_train.data.dataset.storage import MappedFiles, open_shards, stored_image
+from dali_train.extras.formats import imagenet as imagenet_archives
 from dali_train.extras.formats.imagenet import imagenet
 from tests.convert.files import (
     SYNSETS,
@@ -52,6 +55,37 @@ def test_official_layout_converts_to_the_right_labels(tmp_path: Path) -> None:
     for image in range(len(split)):
         label, _, content = next(r for r in train.values() if r[2] == stored_image(MappedFiles(split), image).tobytes())
         assert split.rows[image]["label"] == label - 1
+
+
+def test_archives_in_place_are_what_a_conversion_makes_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    official, out, converted = tmp_path / "official", tmp_path / "index", tmp_path / "converted"
+    train, validation, devkit = (official / name for name in imagenet_archives._OFFICIAL)
+    write_training_archive(train)
+    write_validation_archive(validation, 12)
+    words = ("--train-archive", train, "--validation-archive", validation, "--devkit", devkit)
+    assert main(["data", "index", str(official), "--out", str(out)]) == 2
+    assert "ILSVRC2012_img_val.tar: its labels are in ILSVRC2012_devkit_t12.tar.gz: put that" in capsys.readouterr().err
+    write_devkit(devkit, [SYNSETS[n * 7 % 5] for n in range(12)])
+    assert convert("imagenet", *words, "--out", converted) == 0
+    assert main(["data", "index", str(official), "--out", str(out)]) == 0
+    assert "indexes 2 files in" in capsys.readouterr().out
+    for name in ("train", "validation"):
+        ours, theirs = Split(out, name), Split(converted, name)
+        assert ours.manifest.class_names == theirs.manifest.class_names == SYNSETS
+        for column in ("label", "size", "height", "width"):
+            assert (ours.rows[column] == theirs.rows[column]).all()
+        assert (ours.checksums == theirs.checksums).all()
+        one, other = (open_shards(split).read(np.arange(len(split))) for split in (ours, theirs))
+        assert all((a == b).all() for a, b in zip(one, other, strict=True))
+    assert main(["data", "verify", str(out)]) == 0
+    # The training archive alone, of which a part can be held out.
+    alone = ("data", "index", str(train), "--out", str(tmp_path / "alone"), "--validation-fraction", "0.25")
+    assert main([*alone]) == 0
+    assert [len(Split(tmp_path / "alone", name)) for name in ("train", "validation")] == [15, 5]
+    assert main([*alone, "--class-names", str(devkit)]) == 2
+    assert "--class-names: has no effect on images that are read in place (imagenet)" in capsys.readouterr().err
 
 
 def test_one_split_alone_and_flat_archives(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import shutil
+import sys
 import termios
 import threading
 from contextlib import suppress
@@ -26,6 +27,7 @@ from dali_train.checkpoint.run_directory import checkpoint_paths
 from dali_train.cli import main
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.progress import Progress
 from dali_train.errors import ConfigError
 from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.hooks import Hook, RunPlan
@@ -451,6 +453,23 @@ def test_the_progress_bar_is_not_truncated(start_training: StartTraining, tmp_pa
         # tqdm truncates at the terminal's width: behind a longer line is what another library wrote.
         assert not bar[drawn.end() :].strip() or len(bar.strip()) > 70, bar
     assert fitting(["left 3 s", "step 1/7", "loss 1"], 100) == "left 3 s  step 1/7  loss 1"
+
+
+def test_a_terminal_without_a_size_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `docker run -t`, where tqdm would print nothing; and nothing is shown of what is over soon."""
+    reader, terminal = pty.openpty()
+    assert termios.tcgetwinsize(terminal) == (0, 0)
+    with os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with Progress("listing", total=None, unit="images", delay_s=3600) as progress:
+            progress.update(5)
+        with Progress("verifying", total=10, unit="images") as progress:
+            progress.update(10)
+        monkeypatch.undo()
+        shown = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert "verifying: 100%" in shown and "10/10" in shown
+    assert "listing" not in shown
 
 
 def _read_terminal(reader: int, shown: list[bytes]) -> None:

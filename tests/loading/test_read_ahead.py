@@ -20,7 +20,7 @@ from dali_train.data.loading.read_ahead import ReadAhead, read
 from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from tests.config.test_config import PLAIN
 from tests.conftest import REPOSITORY
-from tests.dataset.test_page_cache import bytes_read
+from tests.dataset.test_reading_process import bytes_read
 from tests.helpers import wait_until, words
 
 
@@ -40,8 +40,8 @@ def threads() -> list[threading.Thread]:
 def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str) -> None:
     split = Split(dataset, "train")
     files = MappedFiles(split)
-    files.page_cache.read({})  # its process has begun
-    before = bytes_read(files.page_cache)
+    files.reading.read_into_page_cache({})  # its process has begun
+    before = bytes_read(files.reading)
     without, ahead = (
         read(split, Segment(config=config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2), files)
         for mb in (0, 256)
@@ -50,7 +50,7 @@ def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str
     # This rank's share of an epoch is read before anything is asked for.
     first = np.concatenate([batch.images for batch in plain[:6]])
     expected = int(split.rows["size"][np.unique(first)].sum())
-    wait_until(lambda: bytes_read(files.page_cache) - before >= expected)
+    wait_until(lambda: bytes_read(files.reading) - before >= expected)
     for a, b in zip(plain, itertools.islice(ahead, 60), strict=True):
         assert (a.step, a.k, a.dropout_seed) == (b.step, b.k, b.dropout_seed)
         for name in ("images", "labels", "boxes", "flips", "partners", "lambdas"):

@@ -19,8 +19,9 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import fetched_metadata
 from dali_train.data.dataset.storage import MappedFiles, RangedImages, stored_image
 from dali_train.data.loading import cache as cache_module
-from dali_train.data.loading.cache import Eviction, ImageCache, NextUse
-from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.data.loading.cache import Eviction, ImageCache, NextUse, Node
+from dali_train.data.loading.read_ahead import ReadAhead, read
+from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import try_lock
 from dali_train.runtime import object_store
@@ -438,6 +439,23 @@ def test_what_is_needed_latest_is_removed(
         assert len([path for path in cache.directory.rglob("*") if path.is_file()]) * 4096 <= limit
     best = simulate_cache(order, cache.file_sizes, limit).sum()
     assert every > 1 or 0.9 * best < cache.num_hits <= best
+
+
+def test_no_more_is_read_ahead_than_half_of_a_cache(
+    server: ObjectServer, tiny_config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What waits for its use cannot be evicted: with data.read_ahead_mb's 256 MB a smaller cache exceeded its limit."""
+    config = load_config(tiny_config).replace({"data.root": server.url, "data.cache_gb": 4096e-9 * 63})
+    split, coordinates = Split(server.url, "train"), frozenset({0, 1})
+    storage = RangedImages(split, ImageCache(tmp_path, split), staged_bytes=10_000_000)
+    for limit, most in ((None, 50), (4096 * 63, 12), (4096, 0)):  # the training split is 50 of 63 images
+        node = Node(directory=tmp_path, limit=limit, dp_size=2, coordinates=coordinates, lock=None)
+        assert node.most_ahead(split) == pytest.approx(most, abs=3)
+        caplog.clear()
+        ahead = read(split, Segment(config=config, start_step=0, dp_rank=0, dp_size=2), storage, node)
+        assert isinstance(ahead, ReadAhead)
+        assert ahead._prefetcher._num_ahead == max(1, min(node.most_ahead(split), 25) // 4)
+        assert ("images are read ahead, less than data.read_ahead_mb" in caplog.text) == (limit is not None)
 
 
 def test_simulated_caches_serve_their_share() -> None:

@@ -17,10 +17,11 @@ import shutil
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +29,10 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from dali_train.data.convert.datasets import STATE_DIRECTORY
 from dali_train.data.convert.image import EncodingOptions
-from dali_train.data.convert.shards import LABEL_BASE, SPOILT_NOTE, BadImage, ShardWriter, WrittenShard, write_shards
-from dali_train.data.convert.sources import Images
+from dali_train.data.convert.shards import LABEL_BASE, BadImage, ShardWriter, WrittenShard, write_shards
+from dali_train.data.convert.sources import UNREADABLE_ARRAYS, Images
 from dali_train.data.dataset.index import map_file
 from dali_train.data.dataset.manifest import (
     CLASS_NAMES,
@@ -43,14 +45,16 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.verify import verify_shards
 from dali_train.data.dataset.write_index import DEFAULT_FEATURES, Features, map_shards, write_index
-from dali_train.data.progress import Progress
+from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError, RunError
 from dali_train.files import (
     NO_SPACE,
     ForeignFileError,
     NoLocksError,
+    is_still_open,
     read_json,
+    remove_tree,
     sync_directory,
     try_lock,
     write_atomically,
@@ -65,6 +69,7 @@ _FEWEST_SHARDS: dict[SplitName, int] = {"train": 4, "validation": 1}
 _BYTES_PER_SHARD = 16 << 20  # below this, more shards only mean more files
 _SHARDS_STREAM = 0x5348_4152_4453  # apart from the streams that training draws from, whose keys are small numbers
 _MOST_LISTED = 20
+_DISCARDED = ".finished"  # after the name of a state directory that is being removed
 _PARTS = "parts-"  # and their number: the name of an empty file in the state directory
 _M_MMAP_THRESHOLD = -3  # from malloc.h
 
@@ -180,9 +185,9 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     """
     out = conversion.out
     part = Part.parse(phase) if phase not in ("all", "plan", "finish") else None
-    state, finished = out / ".conversion", out / ".conversion.finished"
+    state = out / STATE_DIRECTORY
     _revalidate_nfs_directories(out, state)
-    shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
+    _remove_discarded(state)  # by a run that was killed in its last moment
     where = conversion.destination
     nothing = [f"{where} is complete already: nothing to do. `dali-train data verify {where}` checks it"]
     if _is_complete(conversion, state):
@@ -195,16 +200,19 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
         return _plan(conversion)
     _return_freed_memory()
     out.mkdir(parents=True, exist_ok=True)
-    with locked(state, shared=part is not None), explain_full_disk(out):
+    with locked(state, shared=part is not None) as discard, explain_full_disk(out):
         if _is_complete(conversion, state):  # another process has finished meanwhile
             return nothing
         _claim(conversion, state, plans=plans, part=part)
+        for images in conversion.splits.values() if part is None else ():  # parts would all write the same file
+            images.keep()
         if phase == "plan":
             return _plan(conversion)
         if conversion.upload is not None:
             conversion.upload.claim(conversion.identity())
         asked = Part(1, 1) if phase == "all" else part
-        shards_of = {split: _convert_split(conversion, split, state, asked) for split in conversion.splits}
+        read: set[str] = set()  # the names of shards of earlier starts, which this one has compared
+        shards_of = {split: _convert_split(conversion, split, state, asked, read) for split in conversion.splits}
         if part is not None:
             num_bad = sum(len(shard.bad) for shards in shards_of.values() for shard in shards.values())
             bad = f"; {plural(num_bad, 'image')} in it cannot be decoded, see --finish" if num_bad else ""
@@ -230,13 +238,12 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
             label_sets=None if label_sets is None else sets_text(label_sets),
             features=DEFAULT_FEATURES if label_sets is None else Features(label=LABEL_SET_KEY),
         )
-        lines = _upload_or_verify(conversion)
+        lines = _upload_or_verify(conversion, read)
         for directory, _, _ in os.walk(out):  # before the options are gone, by which the next start goes on
             sync_directory(Path(directory))
-        # Renamed first: half a state directory would look like somebody else's files.
-        shutil.rmtree(state.rename(finished))
+        discard()
     if conversion.upload is not None:
-        shutil.rmtree(out)
+        remove_tree(out)
     counted = [
         f"{split}: {plural(count, 'image')}: {kind}"
         for split, kinds in report.items()
@@ -264,8 +271,8 @@ def _plan(conversion: Conversion) -> list[str]:
     ]
 
 
-def _upload_or_verify(conversion: Conversion) -> list[str]:
-    """Upload what is left, or read all that was written; return what to say about it.
+def _upload_or_verify(conversion: Conversion, read: Collection[str]) -> list[str]:
+    """Upload what is left, or read all that was written and not `read` before; return what to say about it.
 
     Raises:
         RunError: the disk gave back something else than what was written.
@@ -274,7 +281,7 @@ def _upload_or_verify(conversion: Conversion) -> list[str]:
         conversion.upload.complete()
         return []
     out = conversion.out
-    findings = verify_shards(out, workers=conversion.workers)
+    findings = verify_shards(out, already=read, workers=conversion.workers)
     if findings.problems:
         # Nothing trains on it then, and the next start compares each shard with its checksum.
         (out / "dataset.json").unlink()
@@ -306,9 +313,10 @@ def _remove_uploaded(conversion: Conversion, state: Path) -> None:
     """Remove what a process that was killed in its last moment left of a conversion that is uploaded."""
     if conversion.upload is None or not conversion.out.exists():
         return
-    with suppress(DatasetError), locked(state, shared=False):  # DatasetError: that process lives, and removes it itself
-        conversion.upload.disclaim()
-        shutil.rmtree(conversion.out)
+    with suppress(DatasetError):  # that process lives, and removes it itself
+        with locked(state, shared=False):
+            conversion.upload.disclaim()
+        remove_tree(conversion.out)
 
 
 def report_bad_images(out: Path, bad: Mapping[SplitName, Sequence[BadImage]], on_bad: OnBad) -> None:
@@ -328,27 +336,32 @@ def report_bad_images(out: Path, bad: Mapping[SplitName, Sequence[BadImage]], on
         )
 
 
-def _convert_split(conversion: Conversion, split: SplitName, state: Path, part: Part | None) -> dict[int, WrittenShard]:
+def _convert_split(
+    conversion: Conversion, split: SplitName, state: Path, part: Part | None, read: set[str]
+) -> dict[int, WrittenShard]:
     """Return the shards of `part` of the split by their numbers, as converted now or before; without one, those that
-    are there already."""
+    are there already. Add the names of the latter to `read`."""
     num_shards, directory = conversion.shards_of(split), conversion.out / split
     layout = shuffled_layout(len(conversion.splits[split].labels), num_shards, seed=conversion.seed)
     wanted = range(num_shards) if part is None else range(part.number - 1, num_shards, part.total)
     numbers = {directory / f"{split}-{number:05d}-of-{num_shards:05d}": number for number in wanted}
 
-    def note(path: Path) -> Path:
-        return state / f"{path.name}.npz"
-
     def finish(path: Path, shard: WrittenShard) -> None:
         if conversion.upload is not None:
             conversion.upload.send(path)
-        shard.save(note(path))
+        shard.save(_note(state, path))
         done[numbers[path]] = shard
         if conversion.upload is not None:
             path.unlink()
 
-    earlier = map_shards([*numbers], lambda path: _finished(conversion, path, note(path)), workers=conversion.workers)
-    done = {number: shard for number, shard in zip(wanted, earlier, strict=True) if shard is not None}
+    done: dict[int, WrittenShard] = {}
+    with Progress(f"{split}: reading finished shards", len(numbers), unit="shards", delay_s=SHORT_S) as progress:
+        earlier = map_shards([*numbers], partial(_finished, conversion, state), workers=conversion.workers)
+        for (path, number), shard in zip(numbers.items(), earlier, strict=True):
+            if shard is not None:
+                done[number] = shard
+                read.add(path.name)
+            progress.update(1)
     jobs = [(path, layout[number]) for path, number in numbers.items() if number not in done]
     if jobs and part is not None:
         directory.mkdir(exist_ok=True)
@@ -383,11 +396,15 @@ def _refuse_missing(
             )
 
 
-def _finished(conversion: Conversion, path: Path, note: Path) -> WrittenShard | None:
+def _note(state: Path, shard: Path) -> Path:
+    return state / f"{shard.name}.npz"
+
+
+def _finished(conversion: Conversion, state: Path, path: Path) -> WrittenShard | None:
     """Return a shard of an earlier run. All of it is read: a bit may have flipped while the conversion was stopped."""
     try:
-        shard = WrittenShard.load(note)
-    except SPOILT_NOTE:
+        shard = WrittenShard.load(_note(state, path))
+    except UNREADABLE_ARRAYS:
         return None
     if conversion.upload is not None:
         return shard if conversion.upload.has(path, shard.indexed.shard.num_bytes) else None
@@ -408,19 +425,41 @@ def _return_freed_memory() -> None:
 
 
 @contextmanager
-def locked(state: Path, *, shared: bool) -> Iterator[None]:
+def locked(state: Path, *, shared: bool) -> Iterator[Callable[[], None]]:
     """Only one process converts into a directory, or several that write parts. The lock dies with its process, however
-    that dies. A file system without locks is a reason to warn: where a cluster has no other, data must go there."""
+    that dies. A file system without locks is a reason to warn: where a cluster has no other, data must go there.
+
+    Yields a function that discards `state`: it is renamed at once, since half of it would look like somebody else's
+    files, and removed when the lock in it is closed.
+    """
+
+    def discard() -> None:
+        names = (state.with_name(f"{state.name}{_DISCARDED}{number or ''}") for number in count())
+        state.rename(next(name for name in names if not os.path.lexists(name)))
+
     state.mkdir(exist_ok=True)
-    with (state / "lock").open("a+") as lock:  # some network file systems want the right to write, others to read
-        try:
-            is_ours = try_lock(lock, shared=shared)
-        except NoLocksError as error:
-            print(f"{error.fault}: start nothing else that writes into {state.parent} meanwhile", file=sys.stderr)
-            is_ours = True
-        if not is_ours:
-            raise DatasetError(f"{state.parent}: another process is writing into this directory; wait for it")
-        yield
+    try:
+        with (state / "lock").open("a+") as lock:  # some network file systems want the right to write, others to read
+            try:
+                is_ours = try_lock(lock, shared=shared)
+            except NoLocksError as error:
+                print(f"{error.fault}: start nothing else that writes into {state.parent} meanwhile", file=sys.stderr)
+                is_ours = True
+            if not is_ours:
+                raise DatasetError(f"{state.parent}: another process is writing into this directory; wait for it")
+            yield discard
+    finally:
+        _remove_discarded(state)
+
+
+def _remove_discarded(state: Path) -> None:
+    for rest in state.parent.glob(f"{state.name}{_DISCARDED}*"):
+        remove_tree(rest)
+
+
+def is_own(path: Path, state: Path) -> bool:
+    """Return whether `path`, beside `state`, is that, was discarded, or is a file that was replaced while open."""
+    return path == state or path.name.startswith(f"{state.name}{_DISCARDED}") or is_still_open(path.name)
 
 
 @contextmanager
@@ -456,7 +495,7 @@ def _is_claimed(conversion: Conversion, state: Path) -> bool:
 def _refuse_foreign(out: Path, state: Path, *, plans: bool) -> None:
     """Raises DatasetError: an unclaimed `out` holds files, or only a plan may claim it and this is none."""
     foreign = (
-        sorted(path.name for path in out.iterdir() if path not in (state, out / DOWNLOAD_DIRECTORY))
+        sorted(path.name for path in out.iterdir() if path.name != DOWNLOAD_DIRECTORY and not is_own(path, state))
         if out.exists()
         else []
     )
@@ -481,8 +520,8 @@ def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | Non
     if part is not None:
         (state / f"{_PARTS}{part.total}").touch()
         return
-    for partial in out.rglob(".*.partial"):
-        partial.unlink()
+    for unfinished in out.rglob(".*.partial"):
+        unfinished.unlink()
 
 
 def _refuse_other(conversion: Conversion, recorded: Any, path: Path | str) -> None:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _MOST_ENTRIES = 2000  # of a directory that are looked at
 _TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
 
+STATE_DIRECTORY = ".conversion"
+"""In a dataset that is being converted."""
+
 DOWNLOAD = "dali_train.extras.formats.download:download"
 
 Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
@@ -175,7 +178,9 @@ _of_several_folders = partial(_in_extras, "shared_files:folders_of_several")
 DATASETS: dict[str, Converter] = {
     "imagenet": Converter(
         help="ImageNet (ILSVRC 2012) from the official archives, without unpacking them.",
-        load=lambda o: _in_extras("imagenet:imagenet", o.train_archive, o.validation_archive, o.devkit),
+        load=lambda o: _in_extras(
+            "imagenet:imagenet", o.train_archive, o.validation_archive, o.devkit, kept_in=o.out / STATE_DIRECTORY
+        ),
         arguments={
             "--train-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_train.tar"},
             "--validation-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_val.tar; needs --devkit"},
@@ -197,6 +202,7 @@ DATASETS: dict[str, Converter] = {
             validation_fraction=o.validation_fraction,
             seed=o.seed,
             group_by=o.group_by,
+            kept_in=o.out / STATE_DIRECTORY,
         ),
         arguments={
             "--source": {**_SHARDS["--source"], "help": "a directory with n*.tar, or a tar of them"},
@@ -326,7 +332,7 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
     Args:
         indexing: True when called by `data index`, so that the advice does not suggest `data index` again.
     """
-    if (root / ".conversion" / "options.json").exists():
+    if (root / STATE_DIRECTORY / "options.json").exists():
         return "it holds a conversion that is not finished: start the same `dali-train data convert` again"
     names, below = _look(root)
     if _has_tfrecords(names, below):
@@ -357,7 +363,7 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
     )
 
 
-InPlace = Literal["folder", "webdataset", "mds", "table"]
+InPlace = Literal["imagenet", "folder", "webdataset", "mds", "table"]
 """A converter whose listing can be indexed in place."""
 
 
@@ -376,6 +382,8 @@ def in_place_by_names(names: Sequence[str]) -> InPlace | None:
     """Do the same for the names of files or objects; TFRecords among them are not looked for."""
     from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 
+    if any(re.match(r"ILSVRC2012_img_\w+\.tar$", name) for name in names):
+        return "imagenet"
     if any(re.search(r"\bshard\.\d+\.mds(\..*)?$", name) for name in names):
         return "mds"
     if any(name.endswith(".tar") for name in names):

@@ -15,7 +15,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from crc32c import crc32c
@@ -31,10 +30,6 @@ from dali_train.data.dataset.write_index import IndexedShard
 from dali_train.data.progress import Progress
 
 LABEL_BASE = 1  # as in the usual ImageNet TFRecords (labels 1 to 1000)
-
-# What numpy and zipfile raise for a note that is missing, or that a power failure or a bit that flipped has spoilt; the
-# last is of a flag or a version in zip's headers that zipfile does not know.
-SPOILT_NOTE = (OSError, ValueError, KeyError, EOFError, BadZipFile, RuntimeError)
 
 _FLUSHERS = 4
 _DECODED_BYTES = 300_000_000  # of images that are decoded at one time, whatever the number of workers
@@ -86,7 +81,7 @@ class WrittenShard:
 
     @classmethod
     def load(cls, path: Path) -> "WrittenShard":
-        """Raises one of `SPOILT_NOTE`: there is none, or it cannot be used."""
+        """Raises one of `UNREADABLE_ARRAYS`: there is none, or it cannot be used."""
         with np.load(path, allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
             rows = arrays["rows"]

@@ -10,6 +10,8 @@ A listing yields a `PassedOver` for what it does not take for an image; `Images`
 
 import copy
 import gzip
+import hashlib
+import io
 import json
 import os
 import stat
@@ -21,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 from crc32c import crc32c
@@ -30,11 +33,17 @@ from dali_train.config.check import load_row
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
 from dali_train.data.dataset.manifest import SplitName, sets_text
 from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_passed_over
+from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
-from dali_train.files import open_regular
+from dali_train.files import open_regular, write_atomically
 
 GROUPED = "dali_train.extras.grouping:held_out_groups"
+# What numpy and zipfile raise for arrays that are missing, or that a power failure or a bit that flipped has spoilt;
+# RuntimeError is of a flag or a version in zip's headers that zipfile does not know.
+UNREADABLE_ARRAYS = (OSError, ValueError, KeyError, EOFError, BadZipFile, RuntimeError)
+_COLUMNS = {"name_ends": "Q", "offsets": "Q", "sizes": "I", "packed": "b", "file_numbers": "I"}  # and codes of `array`
+_LISTED_AT_ONCE = 1000  # images between two updates of the bar
 _HELD_OUT_STREAM = 0x4845_4C44_4F55_54  # apart from those that training draws from, whose keys are small numbers
 
 
@@ -85,44 +94,87 @@ class Images:
     label_sets: Sequence[tuple[int, ...]] | None = None  # with several labels an image, what `labels` number
     num_bytes: int  # of all images together, as the source holds them
     passed_over: Counter[PassedOver]  # also logged as a warning
+    _whole: "Images | None" = None  # of a part of a listing
 
-    def __init__(self, source: Source, root: Path | str, **facts: object) -> None:
+    def __init__(self, source: Source, root: Path | str, *, kept: Path | None = None, **facts: object) -> None:
         """List a source, and warn of what is passed over in it.
 
         Args:
             root: the file or directory that holds it; image/filename of a record is relative to it.
+            kept: the file of `keep`, from which the listing is taken if it is there; None: it is never kept.
             facts: further values that identify it.
         """
-        self._source, self._root, self._facts = source, root, facts
+        self._source, self._root, self._kept = source, root, kept
         self._rows: NDArray[np.int64] | None = None  # the numbers of the listed images that count; None: all do
+        if kept is None or not self._load(kept):
+            self._list(source)
+        self.num_bytes = sum(self._sizes)
+        self._facts = {
+            "name": printable_name(Path(root).name),
+            "num_images": len(self.labels),
+            "num_bytes": self.num_bytes,
+            **facts,
+        }
+        warn_passed_over(root, self.passed_over)
+
+    def _list(self, source: Source) -> None:
         names, self._name_ends = bytearray(), array("Q", [0])
         self._offsets, self._sizes, labels = array("Q"), array("I"), array("i")
         files: dict[str, int] = {}
         self._file_numbers = array("I")
         self._packed = array("b")
         self.passed_over = Counter()
-        for listed in source.list():
-            if isinstance(listed, PassedOver):
-                self.passed_over[listed] += 1
-                continue
-            file, name, offset, size, label, is_packed = listed
-            names += name.encode(errors="surrogateescape")
-            self._name_ends.append(len(names))
-            self._offsets.append(offset)
-            self._sizes.append(size)
-            labels.append(label)
-            self._packed.append(is_packed)
-            self._file_numbers.append(files.setdefault(file, len(files)))
+        title = f"listing {printable_name(Path(self._root).name)}"
+        with Progress(title, total=None, unit="images", delay_s=SHORT_S) as progress:
+            for listed in source.list():
+                if isinstance(listed, PassedOver):
+                    self.passed_over[listed] += 1
+                    continue
+                file, name, offset, size, label, is_packed = listed
+                names += name.encode(errors="surrogateescape")
+                self._name_ends.append(len(names))
+                self._offsets.append(offset)
+                self._sizes.append(size)
+                labels.append(label)
+                self._packed.append(is_packed)
+                self._file_numbers.append(files.setdefault(file, len(files)))
+                if len(labels) % _LISTED_AT_ONCE == 0:
+                    progress.update(_LISTED_AT_ONCE)
+            progress.update(len(labels) % _LISTED_AT_ONCE)
         self._names, self._files = bytes(names), [*files]
         self.labels = np.array(labels, dtype=np.int32)
-        self.num_bytes = sum(self._sizes)
-        self._facts = {
-            "name": printable_name(Path(root).name),
-            "num_images": len(labels),
-            "num_bytes": self.num_bytes,
-            **facts,
+
+    def keep(self) -> None:
+        """Write the listing to the file `kept`, if that has a directory: the next start then need not list again what
+        takes minutes, such as the headers of a large archive."""
+        if self._whole is not None:
+            return self._whole.keep()
+        if self._kept is None or self._kept.exists() or not self._kept.parent.is_dir():
+            return
+        facts = {"files": self._files, "passed_over": [[*one, count] for one, count in self.passed_over.items()]}
+        columns: dict[str, Any] = {
+            name: np.array(getattr(self, f"_{name}"), dtype=code) for name, code in _COLUMNS.items()
         }
-        warn_passed_over(root, self.passed_over)
+        columns["labels"], columns["names"] = self.labels, np.frombuffer(self._names, np.uint8)
+        columns["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+        content = io.BytesIO()
+        np.savez(content, **columns)
+        write_atomically(self._kept, content.getbuffer())
+
+    def _load(self, path: Path) -> bool:
+        """Take the listing of an earlier start; return False if there is none, or a power failure has spoilt it."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                facts = json.loads(arrays["facts"].tobytes())
+                columns = {name: array(code, arrays[name].tobytes()) for name, code in _COLUMNS.items()}
+                self._names, self.labels = arrays["names"].tobytes(), arrays["labels"]
+        except UNREADABLE_ARRAYS:
+            return False
+        self._name_ends, self._file_numbers = columns["name_ends"], columns["file_numbers"]
+        self._offsets, self._sizes, self._packed = columns["offsets"], columns["sizes"], columns["packed"]
+        self._files = facts["files"]
+        self.passed_over = Counter({PassedOver(place, reason): count for place, reason, count in facts["passed_over"]})
+        return True
 
     def __getitem__(self, number: int) -> Image:
         row = number if self._rows is None else int(self._rows[number])
@@ -143,7 +195,7 @@ class Images:
         """Return some of the images, by their numbers; `fraction` and `group_by` are those of `hold_out`."""
         assert self._rows is None
         chosen = copy.copy(self)
-        chosen._rows, chosen.labels = rows, self.labels[rows]
+        chosen._whole, chosen._rows, chosen.labels = self, rows, self.labels[rows]
         chosen.num_bytes = self.num_bytes * len(rows) // max(1, len(self.labels))  # enough for a number of shards
         chosen._facts = {
             **self.identity(),
@@ -178,6 +230,15 @@ class Images:
             below = [file.removeprefix(f"{self._root}/") for file in self._files]
             listing = crc32c(self._file_numbers, crc32c(json.dumps(below).encode(), listing))
         return {**self._facts, "listing_crc32c": f"{listing:08x}"}
+
+
+def kept_listing(directory: Path | None, split: SplitName, *sources: Path | None) -> Path | None:
+    """Return the file in `directory` for `Images.keep` of what is listed in `sources`, which another start only finds
+    if they have the same sizes and times of change. None: there is no directory."""
+    if directory is None:
+        return None
+    facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources if path is not None]
+    return directory / f"listing-{split}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.npz"
 
 
 Sources = tuple[dict[SplitName, Images], Sequence[str]]
@@ -412,7 +473,8 @@ class Archive:
         Raises:
             SourceError: not a tar, truncated, or a member that is neither file nor directory, with its name and offset.
         """
-        # Headers lie far apart: reading ahead of each would read the entire archive.
+        # Headers lie far apart: reading ahead of each would read the entire archive. Several archives within it may be
+        # listed at the same time, by threads, while the archive is.
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         size = os.fstat(self._descriptor).st_size
         position, end = (within.offset, within.offset + within.size) if within else (0, size)
@@ -445,7 +507,8 @@ class Archive:
             inner = f" ({printable_name(within.name)} in it)" if within else ""
             hint = "" if isinstance(error, SourceError) else ": not a plain or gzipped tar, or damaged here"
             raise SourceError(f"{self.path}{inner}: at byte {position}: {error}{hint}") from error
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+        if within is None:
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL)
 
     def _check_end(self, position: int, end: int) -> None:
         """Check that the last member is followed by the end; `tarfile` also takes damage or a hole for an end.

@@ -10,9 +10,9 @@ import hashlib
 import logging
 import os
 import stat
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.passed_over import is_hidden
+from dali_train.data.progress import SHORT_S, Progress
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import Bucket, StoredObject, is_remote, plain_etag
 from dali_train.text import printable
@@ -31,6 +32,7 @@ _log = logging.getLogger("dali_train")
 UNKNOWN_TIME = -1  # of an object whose ETag is not known: its store has none, or an older version made the index
 _MOST_CHECKED = 20_000  # files whose sizes and times are compared at the start of a run, in 0.1 s on a local disk
 _MOST_READ = 64  # of those with another time
+_ROWS_AT_ONCE = 1 << 14  # of a table
 _MISSING = "is missing, the index names it: restore it"
 
 
@@ -65,26 +67,32 @@ def make_table(source: str, names: Sequence[str], objects: Sequence[StoredObject
         table["num_bytes"] = [found.num_bytes for found in objects]
         table["time"] = [time_of_etag(found.etag) for found in objects]
         return table
-    files = SourceFiles(source, _table(names), len(names), "")
-    directories = {str(parent) for name in names for parent in PurePosixPath(name).parents}
-    others = [
-        str(PurePosixPath(directory, name))
-        for directory in sorted(directories)
-        for name in files.names_in(f"{source}/{directory}", directory)
-        if name not in files.names[directory] and str(PurePosixPath(directory, name)) not in directories
-    ]
-    table = _table([*names, *others, *(f"{directory}/" for directory in sorted(directories))])
-    for number, name in enumerate(map(os.fsdecode, table["name"].tolist())):
-        status = Path(f"{source}/{name}").stat()
-        table["num_bytes"][number], table["time"][number] = status.st_size, status.st_mtime_ns
+    others, directories = SourceFiles(source, _table(names), len(names), "").surroundings()
+    table = _table([*names, *others, *(f"{directory}/" for directory in directories)])
+    with Progress("sizes and times", total=len(table), unit="files", delay_s=SHORT_S) as progress:
+        for rows in _in_pieces(table):
+            names_here = rows["name"].tolist()
+            found = [os.stat(f"{source}/{os.fsdecode(name)}") for name in names_here]  # noqa: PTH116  a Path each is slow
+            rows["num_bytes"] = [status.st_size for status in found]
+            rows["time"] = [status.st_mtime_ns for status in found]
+            progress.update(len(rows))
     return table
 
 
 def _table(names: Sequence[str]) -> NDArray[np.void]:
-    encoded = [os.fsencode(name) for name in names]
-    table = np.zeros(len(encoded), dtype=table_type(max(map(len, encoded))))
-    table["name"], table["time"] = encoded, UNKNOWN_TIME
+    longest = max(len(os.fsencode(name)) for name in names)
+    table = np.zeros(len(names), dtype=table_type(longest))
+    table["time"] = UNKNOWN_TIME
+    rest = iter(names)
+    for rows in _in_pieces(table):
+        rows["name"] = [os.fsencode(name) for name in islice(rest, len(rows))]
     return table
+
+
+def _in_pieces(table: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield the rows in views of a few thousand: as Python's objects a million names take 100 MB."""
+    for first in range(0, len(table), _ROWS_AT_ONCE):
+        yield table[first : first + _ROWS_AT_ONCE]
 
 
 class SourceFiles:
@@ -187,7 +195,7 @@ class SourceFiles:
         for number in np.unique(np.linspace(0, len(self) - 1, min(len(self), _MOST_CHECKED)).astype(np.int64)).tolist():
             path = self.path(number)
             try:
-                status = Path(path).stat()
+                status = os.stat(path)  # noqa: PTH116  as above
             except (FileNotFoundError, NotADirectoryError):
                 raise self._fault(path, _MISSING) from None
             except OSError as error:  # links that refer to each other, a directory that is closed to the user
@@ -216,34 +224,63 @@ class SourceFiles:
             )
 
     def _check_directories(self) -> None:
-        for row in self._table[self._num_files :]:
-            name = os.fsdecode(bytes(row["name"]))
-            if not name.endswith("/"):
-                continue  # what else lies there
-            name = name.removesuffix("/")
-            directory = str(PurePosixPath(self.source, name))
-            try:
-                if Path(directory).stat().st_mtime_ns == row["time"]:
-                    continue
-                there = {*self.names_in(directory, name)}
-            except OSError as error:
-                fault = f"cannot be read ({error.strerror}), the index names it: restore it"
-                raise self._fault(directory, fault) from None
-            known = self.names[name]
-            for names, what in ((there - known, "is not in the index: move it away"), (known - there, _MISSING)):
-                if names:
-                    others = f" ({len(names) - 1} more like it there)" if len(names) > 1 else ""
-                    raise self._fault(f"{directory}/{min(names)}", f"{what}{others}")
+        names = self._table["name"][self._num_files :].tolist()
+        directories = [name for name in names if name.endswith(b"/")]  # the others are what else lies there
+        times = self._table["time"][len(self._table) - len(directories) :].tolist()
+        title = f"comparing the names of files in {self.source}"
+        with Progress(title, total=len(directories), unit="folders", delay_s=SHORT_S) as progress:
+            for name, time in zip(map(os.fsdecode, directories), times, strict=True):
+                self._check_directory(name.removesuffix("/"), time)
+                progress.update(1)
+
+    def _check_directory(self, name: str, time: int) -> None:
+        """Compare the names in a directory of the table, unless its time is the same."""
+        directory = str(PurePosixPath(self.source, name))
+        try:
+            if Path(directory).stat().st_mtime_ns == time:
+                return
+            known = self._leaves(self._rows_by_directory.get(name, ()))
+            there = {*self._names_in(directory, known)}
+        except OSError as error:
+            fault = f"cannot be read ({error.strerror}), the index names it: restore it"
+            raise self._fault(directory, fault) from None
+        for names, what in ((there - known, "is not in the index: move it away"), (known - there, _MISSING)):
+            if names:
+                others = f" ({len(names) - 1} more like it there)" if len(names) > 1 else ""
+                raise self._fault(f"{directory}/{min(names)}", f"{what}{others}")
+
+    def surroundings(self) -> tuple[list[str], list[str]]:
+        """Return what else a converter would list in the directories of the files of this table, and these directories,
+        sorted; "." is the source. Raises OSError: a directory is missing."""
+        inside = self._rows_by_directory
+        directories = {".", *(str(path) for name in inside for path in (name, *PurePosixPath(name).parents))}
+        others: list[str] = []
+        with Progress("looking for other files", total=len(directories), unit="folders", delay_s=SHORT_S) as progress:
+            for directory in sorted(directories):
+                known = self._leaves(inside.get(directory, ()))
+                names = {*self._names_in(f"{self.source}/{directory}", known)} - known
+                prefix = "" if directory == "." else f"{directory}/"
+                others += sorted({prefix + name for name in names} - directories)
+                progress.update(1)
+        return others, sorted(directories)
 
     @cached_property
-    def names(self) -> dict[str, set[str]]:
-        """Directory, "." for the source -> the files and directories in it."""
-        names: dict[str, set[str]] = defaultdict(set)
-        for encoded in self._table["name"].tolist():
-            path = PurePosixPath(os.fsdecode(encoded))
-            names[str(path.parent)].add(path.name)
-        names["."].discard("")  # itself
-        return names
+    def _rows_by_directory(self) -> dict[str, NDArray[np.int64]]:
+        """Return the rows of the files and directories in each directory; "." is the source."""
+        numbers: dict[bytes, int] = {}
+        parents = np.empty(len(self._table), dtype=np.int32)
+        for rows, of_rows in zip(_in_pieces(self._table), _in_pieces(parents), strict=True):
+            directories = [name.rstrip(b"/").rpartition(b"/")[0] for name in rows["name"].tolist()]
+            of_rows[:] = [numbers.setdefault(directory, len(numbers)) for directory in directories]
+        order = np.argsort(parents, kind="stable")
+        ends = np.cumsum(np.bincount(parents, minlength=len(numbers)))
+        rows_of = np.split(order, ends[:-1])
+        return {os.fsdecode(directory) or ".": rows_of[number] for directory, number in numbers.items()}
+
+    def _leaves(self, rows: Sequence[int] | NDArray[np.int64]) -> set[str]:
+        """Return the names of these rows without their directories."""
+        names = self._table["name"][np.asarray(rows, dtype=np.int64)].tolist()
+        return {os.fsdecode(name.rstrip(b"/").rpartition(b"/")[2]) for name in names} - {"."}
 
     @cached_property
     def _suffixes(self) -> frozenset[str]:
@@ -251,14 +288,14 @@ class SourceFiles:
         suffix = PurePosixPath(self.name(0)).suffix.lower()
         return IMAGE_SUFFIXES if suffix in IMAGE_SUFFIXES else frozenset({suffix})
 
-    def names_in(self, directory: str, name: str) -> Iterator[str]:
-        """Yield the names of files that the converter would list, and of directories that are listed or have such."""
+    def _names_in(self, directory: str, known: Collection[str]) -> Iterator[str]:
+        """Yield the names of files that the converter would list, and of directories that are `known` or have such."""
         with os.scandir(directory) as entries:
             for entry in entries:
                 if is_hidden(entry.name):
                     continue
                 if not entry.is_dir():
-                    if PurePosixPath(entry.name).suffix.lower() in self._suffixes:
+                    if os.path.splitext(entry.name)[1].lower() in self._suffixes:  # noqa: PTH122  as above
                         yield entry.name
-                elif entry.name in self.names[name] or any(self.names_in(entry.path, f"{name}/{entry.name}")):
+                elif entry.name in known or any(self._names_in(entry.path, ())):
                     yield entry.name

@@ -7,11 +7,10 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from crc32c import crc32c
@@ -23,14 +22,15 @@ from dali_train.data.dataset.files_in_place import SourceFiles
 from dali_train.data.dataset.index import Split, map_file, sizes_of
 from dali_train.data.dataset.manifest import dataset_errors
 from dali_train.data.dataset.open_files import OPEN_FILES
-from dali_train.data.dataset.page_cache import PageCache
+from dali_train.data.dataset.reading_process import ReadingProcess
+from dali_train.data.dataset.tfrecord import Buffer
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError, MissingObjectError
 
 ImageBytes = NDArray[np.uint8]
-T = TypeVar("T")
 RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
+_MANY_SPANS = 8  # that another process reads; fewer are read here
 _ATTEMPTS = 3  # at an image from a store whose checksum is wrong
 
 
@@ -93,8 +93,8 @@ class MappedFiles:
             )
         self._rows, self._paths = split.rows, split.paths
         self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
-        self.page_cache = PageCache()
-        weakref.finalize(self, OPEN_FILES.forget, OPEN_FILES.new_owner(), len(split.paths))
+        self.reading = ReadingProcess()
+        weakref.finalize(self, OPEN_FILES.release, len(split.paths))
 
     def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """Return the stored bytes of each of `images` as a read-only view, (size,): encoded images or raw pixels."""
@@ -121,7 +121,7 @@ class MappedFiles:
         ranges: dict[str, list[tuple[int, int]]] = {}
         for shard, begin, end in zip(firsts["shard"].tolist(), firsts["offset"].tolist(), ends.tolist(), strict=True):
             ranges.setdefault(os.fspath(self._paths[shard]), []).append((begin, end))
-        self.page_cache.read(ranges)
+        self.reading.read_into_page_cache(ranges)
 
 
 def adjacent(rows: NDArray[np.void], images: NDArray[np.int64]) -> list[list[int]]:
@@ -140,6 +140,10 @@ def adjacent(rows: NDArray[np.void], images: NDArray[np.int64]) -> list[list[int
     return runs
 
 
+Span = tuple[int, int, int]
+"""The number of a file, first byte and end."""
+
+
 class Ranges(Protocol):
     """Byte ranges of the files of a split, for `RangedImages`."""
 
@@ -147,31 +151,37 @@ class Ranges(Protocol):
     num_attempts: int  # at an image whose checksum is wrong
     remedy: str  # for it
 
-    def content(self, file: int, begin: int, end: int) -> memoryview:
+    def content(self, file: int, begin: int, end: int) -> Buffer:
         """Return bytes `begin` to `end` of a file. Raises DatasetError: it is missing or has changed."""
 
-    def map(self, function: Callable[[list[int]], T], runs: list[list[int]]) -> Iterator[T]:
-        """Return what `function` returns of each of `runs`, in order."""
+    def contents(self, spans: Sequence[Span]) -> Iterator[Buffer]:
+        """Yield what `content` returns for each of `spans`."""
 
 
 class FileRanges:
-    """Files on a disk. They may be as many as there are images, too many to be mapped or open at the same time: see
-    `OpenFiles`."""
+    """Files on a disk. They may be as many as there are images, too many to be mapped, or open, at the same time."""
 
     portion_bytes, num_attempts = RUN_BYTES, 1
     remedy = "restore the file, or index the dataset again"
 
     def __init__(self, files: SourceFiles) -> None:
-        self._files = files
-        self._owner = OPEN_FILES.new_owner()
-        weakref.finalize(self, OPEN_FILES.forget, self._owner)
+        self._files, self._reading = files, ReadingProcess()
 
-    def content(self, file: int, begin: int, end: int) -> memoryview:
-        with OPEN_FILES.opened(self._owner, file, partial(self._files.open, file)) as descriptor:
-            return memoryview(self._files.read_open(descriptor, file, begin, end))
+    def content(self, file: int, begin: int, end: int) -> bytes:
+        return self._files.read(file, begin, end)
 
-    def map(self, function: Callable[[list[int]], T], runs: list[list[int]]) -> Iterator[T]:
-        return map(function, runs)
+    def contents(self, spans: Sequence[Span]) -> Iterator[Buffer]:
+        whole = None
+        if len(spans) >= _MANY_SPANS:
+            with suppress(OSError):  # without that process it is slower
+                whole = self._reading.fetch([(self._files.path(file), begin, end) for file, begin, end in spans])
+        if whole is None:  # or a file cannot be read: this says why
+            yield from (self.content(*span) for span in spans)
+            return
+        place = 0
+        for _, begin, end in spans:
+            yield whole[place : place + end - begin]
+            place += end - begin
 
 
 class BucketRanges:
@@ -211,8 +221,42 @@ class BucketRanges:
         self.num_requests, self.num_bytes = self.num_requests + 1, self.num_bytes + len(content)
         return content
 
-    def map(self, function: Callable[[list[int]], T], runs: list[list[int]]) -> Iterator[T]:
-        return self._bucket.map(function, runs)
+    def contents(self, spans: Sequence[Span]) -> Iterator[Buffer]:
+        return self._bucket.map(lambda span: self.content(*span), spans)
+
+
+class _Fetch:
+    """A call that fetches images, which others may wait for."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Condition()
+        self.error: BaseException | None = None
+
+
+class _Image:
+    """An image that is being fetched, or waits to be read. There may be 100,000 of them: a Future takes 2 kB."""
+
+    __slots__ = ("_content", "_fetch", "num_reads")
+
+    def __init__(self, fetch: _Fetch) -> None:
+        self._fetch = fetch
+        self._content: ImageBytes | None = None
+        self.num_reads = 1  # to come
+
+    def arrive(self, content: ImageBytes) -> None:
+        with self._fetch.arrived:
+            self._content = content
+            self._fetch.arrived.notify_all()
+
+    def result(self) -> ImageBytes:
+        """Wait for the image. Raises what its fetch raised."""
+        if self._content is None:
+            with self._fetch.arrived:
+                self._fetch.arrived.wait_for(lambda: self._content is not None or self._fetch.error is not None)
+        if self._content is None:
+            assert self._fetch.error is not None
+            raise self._fetch.error
+        return self._content
 
 
 class RangedImages:
@@ -220,7 +264,7 @@ class RangedImages:
     once.
 
     Every image is compared with its checksum in the index, if it has one. Prefetched images wait in memory until they
-    have been read as many times as they were prefetched.
+    have been read as many times as they were prefetched; each keeps the portion with which it came from a disk.
 
     Args:
         split: one that is not memory-mapped. Where its index has no `checksums`, only the number of bytes is checked.
@@ -241,7 +285,7 @@ class RangedImages:
             self.ranges = FileRanges(split.files)
         self.portion_bytes = self.ranges.portion_bytes
         self._cache, self._most_bytes = cache, staged_bytes
-        self._staged: OrderedDict[int, tuple[Future[ImageBytes], int]] = OrderedDict()  # and how often it will be read
+        self._staged: OrderedDict[int, _Image] = OrderedDict()
         self._num_staged_bytes = 0
         self._changing = threading.Lock()
 
@@ -253,17 +297,15 @@ class RangedImages:
 
     def prefetch(self, images: NDArray[np.int64]) -> None:
         """Fetch `images`, which are distinct, into memory or into the cache."""
-        mine: dict[int, Future[ImageBytes]] = {}
+        mine, fetch = dict[int, _Image](), _Fetch()
         with self._changing:
-            for image in images.tolist():
+            for image, size in zip(images.tolist(), self._rows["size"][images].tolist(), strict=True):
                 if image in self._staged:
-                    future, count = self._staged[image]
-                    self._staged[image] = future, count + 1
+                    self._staged[image].num_reads += 1
                 else:
-                    mine[image] = Future()
-                    self._staged[image] = mine[image], 1
-                    self._num_staged_bytes += int(self._rows["size"][image])
-        self._bring(mine)
+                    mine[image] = self._staged[image] = _Image(fetch)
+                    self._num_staged_bytes += size
+        self._bring(mine, fetch)
         self._drop_surplus(mine)
 
     def read(self, images: NDArray[np.int64]) -> list[ImageBytes]:
@@ -272,23 +314,20 @@ class RangedImages:
         Raises:
             DatasetError: a shard is missing or has changed, or an image's checksum is wrong repeatedly.
         """
-        futures: dict[int, Future[ImageBytes]] = {}
-        missing: dict[int, Future[ImageBytes]] = {}
+        found, missing, fetch = dict[int, _Image](), dict[int, _Image](), _Fetch()
         with self._changing:
             for image in dict.fromkeys(images.tolist()):
-                futures[image] = self._take(image) or missing.setdefault(image, Future())
-        self._bring(missing)
-        return [futures[image].result() for image in images.tolist()]
+                found[image] = self._take(image) or missing.setdefault(image, _Image(fetch))
+        self._bring(missing, fetch)
+        return [found[image].result() for image in images.tolist()]
 
-    def _take(self, image: int) -> Future[ImageBytes] | None:
-        if image not in self._staged:
-            return None
-        future, count = self._staged[image]
-        if count > 1:
-            self._staged[image] = future, count - 1
-        else:
-            self._drop(image)
-        return future
+    def _take(self, image: int) -> _Image | None:
+        staged = self._staged.get(image)
+        if staged is not None:
+            staged.num_reads -= 1
+            if not staged.num_reads:
+                self._drop(image)
+        return staged
 
     def _drop(self, image: int) -> None:
         del self._staged[image]
@@ -303,43 +342,40 @@ class RangedImages:
             while self._num_staged_bytes > 2 * self._most_bytes:  # read before it arrived, and not prefetched again
                 self._drop(next(iter(self._staged)))
 
-    def _bring(self, futures: dict[int, Future[ImageBytes]]) -> None:
-        """Set the result of each future to its image, from the cache or from the store."""
+    def _bring(self, images: dict[int, _Image], fetch: _Fetch) -> None:
+        """Have each of `images`, which wait for `fetch`, arrive from the cache or from the store."""
         try:
             missing = []
-            for image, future in futures.items():
+            for image, waiting in images.items():
                 content = self._cache.load(image) if self._cache is not None else None
                 if content is not None:
-                    future.set_result(content)
+                    waiting.arrive(content)
                 else:
                     missing.append(image)
             for image, content in self.fetch(np.array(sorted(missing), dtype=np.int64)):
                 if self._cache is not None:
                     self._cache.store(image, content)
-                futures[image].set_result(content)
+                images[image].arrive(content)
         except BaseException as error:
-            for future in futures.values():
-                if not future.done():
-                    future.set_exception(error)
+            with fetch.arrived:
+                fetch.error = error
+                fetch.arrived.notify_all()
             raise
 
     def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """Yield (image, its stored bytes, read-only, (size,)) for each of `images`, by their places in the files."""
         runs = adjacent(self._rows, images)
+        firsts, lasts = (self._rows[[run[place] for run in runs]] for place in (0, -1))
+        ends = lasts["offset"] + lasts["size"]
+        spans = [*zip(firsts["shard"].tolist(), firsts["offset"].tolist(), ends.tolist(), strict=True)]
         with dataset_errors():
-            for run, contents in zip(runs, self.ranges.map(self._read_run, runs), strict=True):
-                yield from zip(run, contents, strict=True)
+            for run, span, content in zip(runs, spans, self.ranges.contents(spans), strict=True):
+                yield from zip(run, self._checked(run, span, content), strict=True)
 
-    def _read_run(self, run: list[int]) -> list[NDArray[np.uint8]]:
-        rows = self._rows[run]
-        file = int(rows["shard"][0])
-        begin, end = int(rows["offset"][0]), int(rows["offset"][-1]) + int(rows["size"][-1])
-        for _ in range(self.ranges.num_attempts):
-            content = np.frombuffer(self.ranges.content(file, begin, end), dtype=np.uint8)
-            contents = [
-                content[start - begin : start - begin + size]
-                for start, size in zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
-            ]
+    def _checked(self, run: list[int], span: Span, content: Buffer) -> list[NDArray[np.uint8]]:
+        """Cut the content of a run into its images, each of which must have the checksum of the index."""
+        for attempt in range(self.ranges.num_attempts):
+            contents = self._cut(run, span, content if attempt == 0 else self.ranges.content(*span))
             wrong = None if self._checksums is None else self._first_wrong(run, contents)
             if wrong is None:
                 return contents
@@ -352,6 +388,15 @@ class RangedImages:
             f"{self.ranges.remedy}"
         )
 
+    def _cut(self, run: list[int], span: Span, content: Buffer) -> list[NDArray[np.uint8]]:
+        whole = np.frombuffer(content, dtype=np.uint8)
+        whole.flags.writeable = False
+        if len(run) == 1:
+            return [whole]
+        rows, begin = self._rows[run], span[1]
+        places = zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+        return [whole[start - begin : start - begin + size] for start, size in places]
+
     def _first_wrong(self, run: list[int], contents: list[NDArray[np.uint8]]) -> tuple[int, int, int] | None:
         assert self._checksums is not None
         for image, content, expected in zip(run, contents, self._checksums[run].tolist(), strict=True):
@@ -362,7 +407,7 @@ class RangedImages:
 
     def content(self, shard: int, begin: int, end: int) -> memoryview:
         """Return bytes `begin` to `end` of a shard. Raises DatasetError: as `fetch`."""
-        return self.ranges.content(shard, begin, end)
+        return memoryview(self.ranges.content(shard, begin, end))
 
 
 def _ranged_images(split: Split, data: DataConfig, cache: Cache | None) -> RangedImages:

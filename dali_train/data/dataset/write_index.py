@@ -225,9 +225,10 @@ def write_index(
 def write_array(path: Path, array: NDArray[Any]) -> str:
     """Write an array as ``.npy``. Return the file's CRC32C, eight hex digits."""
     buffer = io.BytesIO()
-    np.save(buffer, array)
-    write_atomically(path, buffer.getvalue())
-    return f"{crc32c(buffer.getbuffer()):08x}"
+    np.lib.format.write_array_header_1_0(buffer, np.lib.format.header_data_from_array_1_0(array))
+    header, content = buffer.getvalue(), np.ascontiguousarray(array).view(np.uint8).data
+    write_atomically(path, header, content)  # not joined: of 100 million images an index has 2.4 GB
+    return f"{crc32c(content, crc32c(header)):08x}"
 
 
 def common_encoding(root: Path, indexed: dict[SplitName, list[IndexedShard]]) -> Encoding:

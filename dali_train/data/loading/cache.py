@@ -91,6 +91,14 @@ class Node:
                 limit = 0
         return ImageCache(self.directory, split, budget=int(limit * _share(split)) // len(self.coordinates))
 
+    def most_ahead(self, split: Split) -> int:
+        """Return how many images of `split` each rank may read ahead: half of the cache, so that what waits there is
+        not evicted, nor exceeds the limit."""
+        cache = self.cache(split)
+        if self.limit is None or cache is None:
+            return split.num_images
+        return int(self.limit * _share(split) / 2 / cache.file_sizes.mean()) // len(self.coordinates)
+
     def eviction(self, split: Split, config: SampleConfig, *, start_step: int, num_ahead: int) -> "Eviction | None":
         """Return the eviction of the training split's cache; None if another process evicts, or there is none.
 
@@ -503,7 +511,7 @@ class Eviction:
         first_use = self._next_use.first_use(now, sizes, capacity)
         present = np.flatnonzero(self._present)
         latest = present[np.argsort(-first_use[present], kind="stable")]
-        recent = self._next_use.between(now - self._lag, end)
+        recent = {*self._next_use.between(now - self._lag, end).tolist()}
         self._choosing_s = time.thread_time() - began  # without removal, which takes longer the longer it has waited
         for image in latest.tolist():
             if self._total <= goal or self._stopped.is_set():

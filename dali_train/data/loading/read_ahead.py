@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.page_cache import NUM_THREADS
+from dali_train.data.dataset.reading_process import NUM_THREADS
 from dali_train.data.dataset.storage import Storage
 from dali_train.data.loading.cache import Node
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, Segment
@@ -52,6 +52,11 @@ def read(split: Split, segment: Segment, storage: Storage, node: Node | None = N
     chosen = ordered(split, segment, micro_batches)
     # Never more than an epoch ahead, which covers every image once.
     images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, split.num_images // segment.dp_size)
+    if node is not None and (most := node.most_ahead(split)) < images:
+        images = most
+        logger.info(
+            "data.cache_gb is %s, so %d images are read ahead, less than data.read_ahead_mb", data.cache_gb, most
+        )
     num_ahead = max(1, images // batch.micro_batch)
     if node is not None:
         eviction = node.eviction(split, segment.config, start_step=segment.start_step, num_ahead=num_ahead)

@@ -85,10 +85,16 @@ def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:
     keys: UInt64s = generator.random_raw(count)
     keys >>= bits
     keys <<= bits
-    keys |= np.arange(count, dtype=np.uint64)
+    pieces = [slice(first, min(first + _CHUNK, count)) for first in range(0, count, _CHUNK)]
+    for piece in pieces:  # in pieces, and in place: of 100 million numbers the keys alone take 800 MB
+        keys[piece] |= np.arange(piece.start, piece.stop, dtype=np.uint64)
     keys.sort()
-    keys &= (np.uint64(1) << bits) - np.uint64(1)
-    return keys.astype(np.uint32)
+    numbers = keys.view(np.uint32)[:count]
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    for piece in pieces:  # no piece covers a key that is still to be read
+        numbers[piece] = keys[piece] & mask
+    keys.resize((count + 1) // 2, refcheck=False)  # the other half goes back to the system; only `numbers` refers to it
+    return keys.view(np.uint32)[:count]
 
 
 def torch_seed(seed: int, purpose: Purpose, *, step: int = 0, k: int = 0) -> int:

@@ -8,7 +8,9 @@ of synsets, as in every pretrained model: not the ILSVRC ids.
 import io
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from dali_train.data.convert.sources import (
     SourceError,
     Sources,
     hold_out,
+    kept_listing,
 )
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.passed_over import PassedOver
@@ -30,11 +33,18 @@ from dali_train.extras.formats.listing import Listed, list_splits, open_plain
 
 _SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")
 _SYNSET_IMAGE = re.compile(r"(n\d{8})_[^/]+\.JPEG$", re.IGNORECASE)
+_OFFICIAL = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz")
+_LISTED_AT_ONCE = 16  # archives of synsets
 _VALIDATION_IMAGE = re.compile(r"_val_(\d{8})\.JPEG$", re.IGNORECASE)
 
 
-def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -> Sources:
+def imagenet(
+    train: Path | None, validation: Path | None, devkit: Path | None, *, kept_in: Path | None = None
+) -> Sources:
     """Return the splits whose archives are given, and the synsets in the order of the labels.
+
+    Args:
+        kept_in: the directory for the listings, see `kept_listing`.
 
     Raises:
         SourceError: an archive that is not ImageNet's, or does not fit the development kit.
@@ -58,25 +68,49 @@ def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -
                 "the same year"
             )
         synsets = synsets or sorted(synsets_there)
-        sources["train"] = Images(ImageFiles(partial(_training_images, archive, synsets), archive.read), train)
+        sources["train"] = Images(
+            ImageFiles(partial(_training_images, archive, synsets), archive.read),
+            train,
+            kept=kept_listing(kept_in, "train", train, devkit),
+        )
     if validation is not None:
         label_of = {synset: label for label, synset in enumerate(synsets)}
         labels = [label_of[synset_of_id[number]] for number in validation_ids]
         archive = Archive(validation)
         sources["validation"] = Images(
-            ImageFiles(partial(_validation_images, archive, labels), archive.read), validation
+            ImageFiles(partial(_validation_images, archive, labels), archive.read),
+            validation,
+            kept=kept_listing(kept_in, "validation", validation, devkit, train),
         )
     return sources, synsets
 
 
-def imagenet21k(source: Path, *, validation_fraction: float | None, seed: int, group_by: str | None = None) -> Sources:
+def official_archives(source: Path, *, kept_in: Path | None = None) -> Sources:
+    """Return the splits whose official archives are in a directory, or that of one archive, as `imagenet` does."""
+    directory = source.parent if source.is_file() else source
+    train, validation, devkit = (path if path.exists() else None for path in map(directory.joinpath, _OFFICIAL))
+    if source.is_file():
+        train, validation = (path if path == source else None for path in (train, validation))
+    if validation is not None and devkit is None:
+        raise SourceError(f"{validation}: its labels are in {_OFFICIAL[2]}: put that file beside it")
+    return imagenet(train, validation, devkit, kept_in=kept_in)
+
+
+def imagenet21k(
+    source: Path,
+    *,
+    validation_fraction: float | None,
+    seed: int,
+    group_by: str | None = None,
+    kept_in: Path | None = None,
+) -> Sources:
     """Return the splits of ImageNet-21k as of winter 2021, a tar per synset in a directory or a tar, and the synsets.
 
     Raises:
         SourceError: a tar of something else.
     """
     if source.is_file():
-        splits, synsets = imagenet(source, None, None)
+        splits, synsets = imagenet(source, None, None, kept_in=kept_in)
         return hold_out(splits, validation_fraction, seed=seed, group_by=group_by), synsets
     files = Directory(source).list() if source.exists() else ()
     synsets = sorted({match[1] for member in files if (match := _SYNSET_ARCHIVE.search(member.name))})
@@ -104,14 +138,26 @@ def _synset(member: Image) -> str:
 
 def _training_images(archive: Archive, synsets: list[str]) -> Iterator[Image | PassedOver]:
     label_of = {synset: label for label, synset in enumerate(synsets)}
-    for outer in archive.walk():
-        if isinstance(outer, PassedOver):
-            yield outer
-            continue
-        synset = _synset(outer)
-        # Some copies hold the images themselves instead of a tar per synset.
-        images = archive.walk(outer) if _SYNSET_ARCHIVE.search(outer.name) else [outer]
-        yield from _images_of(images, synset, label_of[synset], outer.location)
+    # A header is read alone: from a file server 1.28 million, one after the other, are 10 minutes of waiting.
+    with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
+        members = archive.walk()
+        while group := [*islice(members, 2 * _LISTED_AT_ONCE)]:
+            listings = [_listing(archive, outer, pool) for outer in group]
+            for outer, listing in zip(group, listings, strict=True):
+                if isinstance(outer, PassedOver):
+                    yield outer
+                else:
+                    synset = _synset(outer)
+                    yield from _images_of(listing.result(), synset, label_of[synset], outer.location)
+
+
+def _listing(archive: Archive, outer: Image | PassedOver, pool: Executor) -> Future[list[Image | PassedOver]]:
+    """List the archive of a synset; some copies hold the images themselves instead."""
+    if isinstance(outer, Image) and _SYNSET_ARCHIVE.search(outer.name):
+        return pool.submit(lambda: [*archive.walk(outer)])
+    itself: Future[list[Image | PassedOver]] = Future()
+    itself.set_result([outer])
+    return itself
 
 
 def _images_of(entries: Listed, synset: str, label: int, location: str) -> Iterator[Image | PassedOver]:

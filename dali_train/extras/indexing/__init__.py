@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 def add_index_action(actions: Actions) -> None:
     text = "Index images where they lie, so that training can read them: TFRecords, class folders, tars, MDS."
     details = (
-        "Class folders, WebDataset's tars and MDS that is not compressed are read in place: the index, in OUT, is all "
-        "that is written, and no image is copied. Images have the order that `convert` gives them, so that a run gets "
-        "the same losses. After an interruption the same command resumes. TFRecords are in DATASET/train and "
-        "DATASET/validation (or val), or are DATASET/train-* and DATASET/validation-* (or val-*); in a bucket they are "
-        "in DATASET/train and DATASET/validation. Files outside OUT/train and OUT/validation are linked there."
+        "Class folders, ImageNet's archives, WebDataset's tars and MDS that is not compressed are read in place: the "
+        "index, in OUT, is all that is written, and no image is copied. Images have the order that `convert` gives "
+        "them, so that a run gets the same losses. After an interruption the same command resumes. TFRecords are in "
+        "DATASET/train and DATASET/validation (or val), or are DATASET/train-* and DATASET/validation-* (or val-*); in "
+        "a bucket they are in DATASET/train and DATASET/validation. Files outside OUT/train and OUT/validation are "
+        "linked there."
     )
     parser = add_action(actions, "index", text, _index, details)
     parser.add_argument("dataset", type=directory_or_url, metavar="DATASET", help="directory or URL with the images")
@@ -105,10 +106,12 @@ def _index(options: argparse.Namespace) -> int:
     dataset = options.dataset
     kind = in_place(dataset) if isinstance(dataset, Path) else _in_place_in_bucket(dataset) if options.out else None
     without = dict(_IN_PLACE if kind is None else _TFRECORDS)
-    if kind == "folder":  # whose names are the labels
+    if kind in ("folder", "imagenet"):  # whose names are the labels
         without |= dict.fromkeys(("image_key", "label_key"))
-    else:
+    if kind != "folder":
         without |= {"class_order": CLASS_ORDER["default"], "several_labels": False}
+    if kind == "imagenet":
+        without |= {"class_names": None}
     if kind != "table":
         without |= {"label_separator": None, "multi_hot": False}
     for name, default in without.items():
@@ -138,6 +141,8 @@ def _in_place_in_bucket(url: str) -> "InPlace | None":
     if url.startswith("http"):
         return None  # it lists nothing
     kind = in_place_by_names([*Bucket(url).sizes("")])
+    if kind == "imagenet":
+        raise DatasetError(f"{url}: holds ImageNet's archives, which are only read from a disk: copy them to one")
     if kind == "folder":
         raise DatasetError(
             f"{url}: holds single images, and a request for each would be slow: write them as tars, or convert them "
@@ -148,8 +153,10 @@ def _in_place_in_bucket(url: str) -> "InPlace | None":
 
 def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
     from dali_train.data.convert.conversion import class_order_of
+    from dali_train.data.convert.sources import hold_out
     from dali_train.data.dataset.manifest import cache_directory
-    from dali_train.extras.indexing.in_place import IndexInPlace, index_in_place
+    from dali_train.extras.formats.imagenet import official_archives
+    from dali_train.extras.indexing.in_place import STATE_DIRECTORY, IndexInPlace, index_in_place
 
     source, out = options.dataset, options.out
     url: str | None = None
@@ -169,6 +176,10 @@ def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
         check_writable(out)
 
     def load(directory: Path, within: "Within") -> "Sources":
+        if kind == "imagenet":
+            sources, class_names = official_archives(directory, kept_in=out / STATE_DIRECTORY)
+            held_out = hold_out(sources, options.validation_fraction, seed=options.seed, group_by=options.group_by)
+            return held_out, class_names
         options.source, options.train, options.validation, options.out = directory, directory, None, out
         arguments = (options,) if kind == "folder" else (options, within)
         return DATASETS[kind].load(*arguments)

@@ -8,7 +8,6 @@ it is removed at the end, when ``dataset.json`` is written.
 
 import hashlib
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,13 +23,14 @@ from dali_train.data.convert.conversion import (
     OnBad,
     check_seed,
     explain_full_disk,
+    is_own,
     locked,
     report_bad_images,
     shuffled_layout,
 )
 from dali_train.data.convert.image import RawImage, orientation_of
-from dali_train.data.convert.shards import SPOILT_NOTE, BadImage, partial_path
-from dali_train.data.convert.sources import Image, Images, SourceError, Sources, read_range
+from dali_train.data.convert.shards import BadImage, partial_path
+from dali_train.data.convert.sources import UNREADABLE_ARRAYS, Image, Images, SourceError, Sources, read_range
 from dali_train.data.dataset.files_in_place import make_table
 from dali_train.data.dataset.image_file import (
     IMAGE_FORMATS,
@@ -56,10 +56,11 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.data.dataset.write_index import map_shards, write_array
-from dali_train.data.progress import Progress
+from dali_train.data.progress import SHORT_S, Progress
 from dali_train.errors import DatasetError
 from dali_train.extras.formats.listing import ListFile, Within, where_it_lies
 from dali_train.extras.indexing.foreign_shards import objects_as_files, upload_index
+from dali_train.files import remove_tree
 from dali_train.runtime.object_store import Bucket, StoredObject
 from dali_train.text import plural, printable
 
@@ -68,7 +69,8 @@ _FORMATS = ("JPEG", "CMYK JPEG", *IMAGE_FORMATS[1:])
 # What an index has of an image, beyond where it is, and what a conversion might have changed.
 _MEASURED = np.dtype([("crc32c", "<u4"), ("height", "<u2"), ("width", "<u2"), ("format", "u1"), ("sideways", "?")])
 _PLACE = np.dtype([("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])
-_OWN = (".indexing", "index", "quarantine.jsonl")  # in OUT, beside dataset.json
+STATE_DIRECTORY = ".indexing"  # in OUT, with
+_OWN = ("index", "quarantine.jsonl")  # beside dataset.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ class Measured:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return cls(rows=arrays["rows"], bad=dict(json.loads(arrays["facts"].tobytes())["bad"]))
-        except SPOILT_NOTE:
+        except UNREADABLE_ARRAYS:
             return None
 
 
@@ -187,24 +189,30 @@ def index_in_place(task: IndexInPlace) -> list[str]:
     check_seed(task.seed)
     check_name(str(task.source))
     _check_out(task.out)
-    state, is_new = task.out / ".indexing", not task.out.exists()
+    state, is_new = task.out / STATE_DIRECTORY, not task.out.exists()
     try:
         task.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DatasetError(f"--out {task.out}: cannot be made ({error.strerror}): name another directory") from None
-    with locked(state, shared=False), explain_full_disk(task.out):
-        try:
-            index = _index_files if isinstance(task.source, Path) else _index_bucket
-            lines = index(task, state)
-            if task.url is not None:
-                upload_index(task.out, Bucket(task.url))
-        finally:
-            if not any(state.glob("*.npz")):  # nothing with which a later start would go on
-                with suppress(OSError):  # which would hide why it failed
-                    shutil.rmtree(state)
-                    if is_new and not any(task.out.iterdir()):
-                        task.out.rmdir()
-        shutil.rmtree(state if task.url is None else task.out, ignore_errors=True)
+    try:
+        with locked(state, shared=False) as discard, explain_full_disk(task.out):
+            try:
+                index = _index_files if isinstance(task.source, Path) else _index_bucket
+                lines = index(task, state)
+                if task.url is not None:
+                    upload_index(task.out, Bucket(task.url))
+            except BaseException:
+                if not any(state.glob("*.npz")):  # nothing with which a later start would go on
+                    with suppress(OSError):  # which would hide why it failed
+                        discard()
+                raise
+            discard()
+    finally:
+        with suppress(OSError):
+            if is_new and not any(task.out.iterdir()):
+                task.out.rmdir()
+    if task.url is not None:
+        remove_tree(task.out)
     return lines
 
 
@@ -213,6 +221,8 @@ def _index_files(task: IndexInPlace, state: Path) -> list[str]:
     assert isinstance(source, Path)
     root = str(source if source.is_dir() else source.parent)
     splits, class_names = task.load(source, where_it_lies)
+    for images in splits.values():
+        images.keep()
     return _index(task, state, _Listing(root=root, source=root, splits=splits, class_names=class_names))
 
 
@@ -340,7 +350,8 @@ def _check_out(out: Path) -> None:
         if Manifest.read(out).in_place is None:
             raise DatasetError(f"--out {out}: holds a dataset with shards of its own: name another directory")
         return
-    foreign = sorted(path.name for path in out.iterdir() if path.name not in _OWN) if out.exists() else []
+    paths = out.iterdir() if out.exists() else ()
+    foreign = sorted(path.name for path in paths if path.name not in _OWN and not is_own(path, out / STATE_DIRECTORY))
     if foreign:
         raise DatasetError(f"--out {out}: holds {', '.join(foreign[:5])}: name a new directory, or an empty one")
 
@@ -359,11 +370,15 @@ def _rows(task: IndexInPlace, listing: _Listing, images: Images, names: dict[str
     rows = np.zeros(len(images.labels), dtype=INDEX_DTYPE)
     if not len(rows):
         raise SourceError(f"{listing.source}: has no images")
-    for number in range(len(rows)):
-        image = images[number]
-        _refuse_packed(task, [image])
-        name = file_of(image).removeprefix(f"{listing.root}/")
-        rows[number] = image.offset, image.size, names.setdefault(name, len(names)), image.label, 0, 0
+    with Progress("finding files", total=len(rows), unit="images", delay_s=SHORT_S) as progress:
+        for first in range(0, len(rows), _PORTION):
+            portion = range(first, min(first + _PORTION, len(rows)))
+            for number in portion:
+                image = images[number]
+                _refuse_packed(task, [image])
+                name = file_of(image).removeprefix(f"{listing.root}/")
+                rows[number] = image.offset, image.size, names.setdefault(name, len(names)), image.label, 0, 0
+            progress.update(len(portion))
     return rows
 
 

@@ -23,6 +23,7 @@ from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split, open_split
+from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
 from dali_train.extras.image_names import file_names
@@ -36,6 +37,7 @@ from dali_train.text import aligned, printable
 _SURE = 0.5
 _MANY = 0.2  # of the images: so many labels are not wrong, the network has not learned them
 _TILE = 160  # pixels
+_NAMES_AT_ONCE = 5000  # that are read between two updates of the bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +117,16 @@ def mean_margins(run: RunDirectory, split: Split, micro_batches: MicroBatches) -
         )
     sums = np.zeros(len(split))
     totals = np.zeros(len(split))
-    for epoch in (epoch for epoch in files if epoch >= middle):
-        margins = read_epoch(files[epoch], len(split))["margin"].astype(np.float64)
-        lambdas = shares(micro_batches, epoch, split.num_images, len(split))
-        is_known = np.isfinite(margins)
-        sums[is_known] += (lambdas * margins)[is_known]
-        totals[is_known] += lambdas[is_known]
+    epochs = [epoch for epoch in files if epoch >= middle]
+    with Progress(
+        "reading the ledger", total=len(epochs) * split.num_images, unit="images", delay_s=SHORT_S
+    ) as progress:
+        for epoch in epochs:
+            margins = read_epoch(files[epoch], len(split))["margin"].astype(np.float64)
+            lambdas = shares(micro_batches, epoch, split.num_images, len(split), progress.update)
+            is_known = np.isfinite(margins)
+            sums[is_known] += (lambdas * margins)[is_known]
+            totals[is_known] += lambdas[is_known]
     return np.divide(sums, totals, out=np.full(len(split), np.nan), where=totals > 0)
 
 
@@ -144,15 +150,20 @@ def _described(
     """Return the suspects with these `numbers`, and what the model takes them for if not for their label."""
     names = [printable(name) for name in trained.class_names]
     labels = split.rows["label"][numbers].astype(np.int64)
-    probabilities = torch.cat(
-        [
-            logits(trained.model, images, config.data).softmax(dim=-1)
-            for images in batches_of(split, config.data, numbers)
-        ]
-    )
-    others = probabilities.scatter(1, torch.from_numpy(labels)[:, None], -1.0).max(dim=-1)
-    likeliest = zip(others.indices.tolist(), others.values.tolist(), strict=True)
-    rows = zip(numbers.tolist(), file_names(split, numbers), labels.tolist(), likeliest, strict=True)
+    likeliest: list[tuple[int, float]] = []
+    with Progress("looking at suspects", total=len(numbers), unit="images") as progress:
+        for images in batches_of(split, config.data, numbers):
+            probabilities = logits(trained.model, images, config.data).softmax(dim=-1)
+            own = torch.from_numpy(labels[len(likeliest) : len(likeliest) + len(images)])
+            others = probabilities.scatter(1, own[:, None], -1.0).max(dim=-1)
+            likeliest += zip(others.indices.tolist(), others.values.tolist(), strict=True)
+            progress.update(len(images))
+    files: list[str] = []
+    with Progress("names of files", total=len(numbers), unit="images", delay_s=SHORT_S) as progress:
+        for first in range(0, len(numbers), _NAMES_AT_ONCE):
+            files += file_names(split, numbers[first : first + _NAMES_AT_ONCE])
+            progress.update(len(files) - first)
+    rows = zip(numbers.tolist(), files, labels.tolist(), likeliest, strict=True)
     return [
         Suspect(
             image=image,

@@ -32,9 +32,11 @@ from dali_train.data.dataset.write_index import Features, index_record, index_sh
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
+from dali_train.text import plural
 
 _SAMPLE_STREAM = 0x5645_5249_4659  # "VERIFY", apart from what else is drawn
 _IMAGES_AT_ONCE = 256  # that a thread checks in place
+_MOST_FAULTS = 100  # of a split in place, which may have a million files that are gone
 
 
 def verify(root: Path | str, *, sample: int | None = None, decode: bool = True, workers: int = 1) -> Findings:
@@ -190,9 +192,6 @@ def _compare_records(split: Split, shard: int, records: NDArray[np.int64], decod
     return problems + _check_images(path, content, places, indexed, truth, np.array(labels), decode)
 
 
-_IMAGES_AT_ONCE = 256  # images that a thread checks at one time
-
-
 def _check_in_place(
     split: Split, sample: int | None, decode: bool, workers: int, findings: Findings
 ) -> NDArray[np.uint32]:
@@ -204,9 +203,17 @@ def _check_in_place(
     storage = RangedImages(split)
     with Progress(f"verifying {split.name}", total=len(chosen), unit="images") as progress:
         check = partial(_check_portion, split, storage, decode)
+        num_checked, faults = 0, dict.fromkeys(findings.problems)  # in place of a list, which each fault would search
+        most = len(faults) + _MOST_FAULTS
         for portion, problems in zip(portions, map_shards(portions, check, workers=workers), strict=True):
-            findings.problems += [problem for problem in problems if problem not in findings.problems]
+            faults |= dict.fromkeys(problems)
+            num_checked += len(portion)
             progress.update(len(portion), num_bytes=int(split.rows["size"][portion].sum()))
+            if len(faults) >= most and num_checked < len(chosen):
+                rest = len(chosen) - num_checked
+                faults[f"{split.name}: so many faults that the other {plural(rest, 'image')} were not checked"] = None
+                break
+        findings.problems[:] = faults
     return split.checksums
 
 

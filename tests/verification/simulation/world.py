@@ -492,6 +492,26 @@ class Lock:
         del self._waiting[:1]
 
 
+class Condition(Lock):
+    """`threading.Condition`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asleep: list[Thread] = []
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self._asleep.append(current_world().thread)
+            self.__exit__()
+            current_world().block(None)
+            self.__enter__()
+
+    def notify_all(self) -> None:
+        for thread in self._asleep:
+            current_world().wake(thread)
+        self._asleep = []
+
+
 class Clock:
     """The module `time`."""
 
@@ -520,4 +540,4 @@ class Clock:
 class Threading:
     """The module `threading`."""
 
-    Thread, Event, Lock = Thread, Event, Lock
+    Thread, Event, Lock, Condition = Thread, Event, Lock, Condition
