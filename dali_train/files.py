@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -67,6 +67,12 @@ def remove_partial_files(directory: Path, *, depth: int) -> None:
             remove_partial_files(path, depth=depth - 1)
         elif re.fullmatch(r"\..+\.\d+\.partial", path.name) and path.is_file():
             path.unlink()
+
+
+def rename_to_free(path: Path, names: Iterable[str]) -> Path:
+    """Rename `path` to the first of `names`, beside it, that nothing has, and return that. Links are not followed."""
+    free = next(name for name in map(path.with_name, names) if not os.path.lexists(name))
+    return path.rename(free)
 
 
 def remove_tree(path: Path) -> None:

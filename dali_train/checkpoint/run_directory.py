@@ -29,6 +29,7 @@ from dali_train.files import (
     json_field,
     read_json,
     read_limited,
+    rename_to_free,
     write_atomically,
 )
 from dali_train.runtime.object_store import is_remote
@@ -302,8 +303,7 @@ def named_checkpoint(path: Path, field: str) -> Path:
 
 def set_aside(path: Path) -> None:
     """Rename whatever is at `path`, without following links."""
-    names = (path.with_name(f"set-aside-{number}-{path.name}") for number in itertools.count(1))
-    path.rename(next(name for name in names if not os.path.lexists(name)))
+    rename_to_free(path, (f"set-aside-{number}-{path.name}" for number in itertools.count(1)))
 
 
 def point_link(link: Path, target: Path) -> None:

@@ -43,7 +43,7 @@ from dali_train.checkpoint.run_directory import (
     set_aside,
     step_of,
 )
-from dali_train.files import NO_SPACE, remove_tree, sync_directory
+from dali_train.files import NO_SPACE, remove_tree, rename_to_free, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
 from dali_train.runtime.process_group import on_rank_0
 from dali_train.text import plural
@@ -296,7 +296,5 @@ def _remove(path: Path) -> None:
         set_aside(path)
         logger.warning("%s has %s, which no run wrote: it is kept under another name", path, foreign[0])
         return
-    names = (path.with_name(f".{path.name}.removed{number or ''}") for number in itertools.count())
-    doomed = next(name for name in names if not os.path.lexists(name))  # one of this step may not be gone yet
-    path.rename(doomed)  # atomic: a run killed here leaves no partial checkpoint
-    remove_tree(doomed)
+    # Renamed first: a run killed here leaves no partial checkpoint. One of this step may not be gone yet.
+    remove_tree(rename_to_free(path, (f".{path.name}.removed{number or ''}" for number in itertools.count())))

@@ -1,5 +1,6 @@
 """Another process reads files, and is gone when it is not needed any more."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dali_train.data.dataset import reading_process
 from dali_train.data.dataset.reading_process import NUM_THREADS, ReadingProcess
 from dali_train.errors import DatasetError
 from tests.conftest import REPOSITORY
@@ -63,6 +65,28 @@ def test_contents_come_in_one_piece(tmp_path: Path) -> None:
         assert reading.fetch([*ranges, (str(wrong), 0, 10)]) is None
     assert reading.fetch([(ranges[0][0], 1_499_999, 1_500_001)]) is None, "the file ends before"
     assert reading.fetch(ranges) == expected
+
+
+def test_an_interrupt_mixes_up_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the cell may end while an answer comes, and the loader goes on."""
+    for number in range(2):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 3_000_000)
+    reading = ReadingProcess()
+    assert reading.fetch([(str(tmp_path / "0"), 0, 9)]) == bytes(9)
+    receive = reading_process._not_empty
+
+    def interrupted(received: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reading_process, "_not_empty", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reading.fetch([(str(tmp_path / "0"), 0, 3_000_000)])
+    monkeypatch.setattr(reading_process, "_not_empty", receive)
+    answers = []
+    for _ in range(2 * NUM_THREADS):
+        with contextlib.suppress(OSError):  # of the connection that was interrupted
+            answers.append(reading.fetch([(str(tmp_path / "1"), 0, 1000)]))
+    assert answers == [b"\1" * 1000] * (2 * NUM_THREADS - 2)
 
 
 def test_faults_are_named(tmp_path: Path) -> None:

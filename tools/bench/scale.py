@@ -8,7 +8,7 @@ Makes archives of the official form in WORK, with 1,281,167 small training image
 whole way with them: conversion by one process that is killed and by two parts, class folders and the archives in place,
 verification, the loader, training that is killed and resumed, and what comes after it; at last a rank's start with 100
 million images. Each step is done once: a second start of this program goes on with those that are missing, and prints
-the table of all. WORK takes 25 GB.
+the table of all. By calculation, WORK takes 20 GB.
 
 Own memory is what a process has beside mapped files, of its largest process; silence is the longest time without output
 on a terminal.

@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from argparse import Namespace
@@ -55,6 +56,7 @@ from dali_train.files import (
     is_still_open,
     read_json,
     remove_tree,
+    rename_to_free,
     sync_directory,
     try_lock,
     write_atomically,
@@ -434,8 +436,7 @@ def locked(state: Path, *, shared: bool) -> Iterator[Callable[[], None]]:
     """
 
     def discard() -> None:
-        names = (state.with_name(f"{state.name}{_DISCARDED}{number or ''}") for number in count())
-        state.rename(next(name for name in names if not os.path.lexists(name)))
+        rename_to_free(state, (f"{state.name}{_DISCARDED}{number or ''}" for number in count()))
 
     state.mkdir(exist_ok=True)
     try:
@@ -454,12 +455,17 @@ def locked(state: Path, *, shared: bool) -> Iterator[Callable[[], None]]:
 
 def _remove_discarded(state: Path) -> None:
     for rest in state.parent.glob(f"{state.name}{_DISCARDED}*"):
-        remove_tree(rest)
+        if _is_discarded(rest, state):
+            remove_tree(rest)
+
+
+def _is_discarded(path: Path, state: Path) -> bool:
+    return re.fullmatch(rf"{re.escape(state.name + _DISCARDED)}\d*", path.name) is not None
 
 
 def is_own(path: Path, state: Path) -> bool:
     """Return whether `path`, beside `state`, is that, was discarded, or is a file that was replaced while open."""
-    return path == state or path.name.startswith(f"{state.name}{_DISCARDED}") or is_still_open(path.name)
+    return path == state or _is_discarded(path, state) or is_still_open(path.name)
 
 
 @contextmanager

@@ -122,13 +122,18 @@ class SourceFiles:
 
     def read(self, number: int, begin: int, end: int) -> bytes:
         """Return bytes `begin` to `end` of a file on a disk. Raises DatasetError: it is missing or shorter."""
-        descriptor = self.open(number)
+        descriptor = self._open(number)
         try:
-            return self.read_open(descriptor, number, begin, end)
+            content = os.pread(descriptor, end - begin, begin)
+            if len(content) == end - begin:
+                return content
+            size = os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
+        fault = f"has {size} bytes, the index has an image at byte {begin}: restore it"
+        raise self._fault(self.path(number), fault)
 
-    def open(self, number: int) -> int:
+    def _open(self, number: int) -> int:
         """Return a descriptor. Raises DatasetError: there is no such file, or it cannot be read. OSError: too many
         files are open."""
         try:
@@ -144,14 +149,6 @@ class SourceFiles:
             os.close(descriptor)
             raise self._fault(self.path(number), "is a FIFO, a device or a directory now: restore it")
         return descriptor
-
-    def read_open(self, descriptor: int, number: int, begin: int, end: int) -> bytes:
-        content = os.pread(descriptor, end - begin, begin)
-        if len(content) < end - begin:
-            size = os.fstat(descriptor).st_size
-            fault = f"has {size} bytes, the index has an image at byte {begin}: restore it"
-            raise self._fault(self.path(number), fault)
-        return content
 
     def check_object(self, number: int, etag: str | None) -> None:
         """Raises DatasetError: an object was replaced since it was indexed, by one of the same size: what the index has
@@ -224,13 +221,12 @@ class SourceFiles:
             )
 
     def _check_directories(self) -> None:
-        names = self._table["name"][self._num_files :].tolist()
-        directories = [name for name in names if name.endswith(b"/")]  # the others are what else lies there
-        times = self._table["time"][len(self._table) - len(directories) :].tolist()
+        rows = self._table[["name", "time"]][self._num_files :].tolist()
+        directories = [row for row in rows if row[0].endswith(b"/")]  # the others are what else lies there
         title = f"comparing the names of files in {self.source}"
         with Progress(title, total=len(directories), unit="folders", delay_s=SHORT_S) as progress:
-            for name, time in zip(map(os.fsdecode, directories), times, strict=True):
-                self._check_directory(name.removesuffix("/"), time)
+            for name, time in directories:
+                self._check_directory(os.fsdecode(name.removesuffix(b"/")), time)
                 progress.update(1)
 
     def _check_directory(self, name: str, time: int) -> None:

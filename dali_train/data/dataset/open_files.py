@@ -7,7 +7,7 @@ from collections import deque
 _OTHERS = 256  # descriptors for all else: libraries, devices, sockets, checkpoints
 
 
-class OpenFiles:
+class OpenFileLimit:
     """Counts them. Methods may be called from several threads at once."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class OpenFiles:
         self._released.append(num_files)
 
 
-OPEN_FILES = OpenFiles()
+OPEN_FILES = OpenFileLimit()
 """Those of this process."""
 
 

@@ -74,11 +74,15 @@ class ReadingProcess:
             if self.process is None:
                 self._start()
         connection = self._free.get()
+        answered = None
         try:
-            return _asked(connection, request, num_bytes)
-        except ConnectionError as error:
+            answered = _asked(connection, request, num_bytes)
+            return answered
+        except OSError as error:
             raise OSError(errno.EPIPE, "the process that reads ahead has ended") from error
         finally:
+            if answered is None:  # after an interrupt, the rest of this answer would be taken for the next one's
+                connection.close()
             self._free.put(connection)
 
     def _start(self) -> None:

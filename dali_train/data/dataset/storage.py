@@ -3,12 +3,12 @@ until they are used, of objects in a store or of any files. To add a storage, wr
 `Storage`, and add a row to `STORAGES`.
 """
 
+import logging
 import os
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -26,6 +26,8 @@ from dali_train.data.dataset.reading_process import ReadingProcess
 from dali_train.data.dataset.tfrecord import Buffer
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError, MissingObjectError
+
+logger = logging.getLogger("dali_train")
 
 ImageBytes = NDArray[np.uint8]
 RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
@@ -115,11 +117,8 @@ class MappedFiles:
 
     def prefetch(self, images: NDArray[np.int64]) -> None:
         """Read `images` into the page cache."""
-        runs = adjacent(self._rows, images)
-        firsts, lasts = (self._rows[[run[place] for run in runs]] for place in (0, -1))
-        ends = lasts["offset"] + lasts["size"]
         ranges: dict[str, list[tuple[int, int]]] = {}
-        for shard, begin, end in zip(firsts["shard"].tolist(), firsts["offset"].tolist(), ends.tolist(), strict=True):
+        for shard, begin, end in spans_of(self._rows, adjacent(self._rows, images)):
             ranges.setdefault(os.fspath(self._paths[shard]), []).append((begin, end))
         self.reading.read_into_page_cache(ranges)
 
@@ -144,6 +143,13 @@ Span = tuple[int, int, int]
 """The number of a file, first byte and end."""
 
 
+def spans_of(rows: NDArray[np.void], runs: Sequence[Sequence[int]]) -> list[Span]:
+    """Return the bytes from the first to the last image of each run of `adjacent`."""
+    firsts, lasts = (rows[[run[place] for run in runs]] for place in (0, -1))
+    ends = lasts["offset"] + lasts["size"]
+    return [*zip(firsts["shard"].tolist(), firsts["offset"].tolist(), ends.tolist(), strict=True)]
+
+
 class Ranges(Protocol):
     """Byte ranges of the files of a split, for `RangedImages`."""
 
@@ -166,6 +172,7 @@ class FileRanges:
 
     def __init__(self, files: SourceFiles) -> None:
         self._files, self._reading = files, ReadingProcess()
+        self._has_warned = False
 
     def content(self, file: int, begin: int, end: int) -> bytes:
         return self._files.read(file, begin, end)
@@ -173,8 +180,12 @@ class FileRanges:
     def contents(self, spans: Sequence[Span]) -> Iterator[Buffer]:
         whole = None
         if len(spans) >= _MANY_SPANS:
-            with suppress(OSError):  # without that process it is slower
+            try:
                 whole = self._reading.fetch([(self._files.path(file), begin, end) for file, begin, end in spans])
+            except OSError as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning("files are read in this process from now on, which is slower: %s", error.strerror)
         if whole is None:  # or a file cannot be read: this says why
             yield from (self.content(*span) for span in spans)
             return
@@ -365,9 +376,7 @@ class RangedImages:
     def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """Yield (image, its stored bytes, read-only, (size,)) for each of `images`, by their places in the files."""
         runs = adjacent(self._rows, images)
-        firsts, lasts = (self._rows[[run[place] for run in runs]] for place in (0, -1))
-        ends = lasts["offset"] + lasts["size"]
-        spans = [*zip(firsts["shard"].tolist(), firsts["offset"].tolist(), ends.tolist(), strict=True)]
+        spans = spans_of(self._rows, runs)
         with dataset_errors():
             for run, span, content in zip(runs, spans, self.ranges.contents(spans), strict=True):
                 yield from zip(run, self._checked(run, span, content), strict=True)

@@ -94,7 +94,7 @@ class Node:
     def most_ahead(self, split: Split) -> int:
         """Return how many images of `split` each rank may read ahead: half of the cache, so that what waits there is
         not evicted, nor exceeds the limit."""
-        cache = self.cache(split)
+        cache = None if self.limit is None else self.cache(split)
         if self.limit is None or cache is None:
             return split.num_images
         return int(self.limit * _share(split) / 2 / cache.file_sizes.mean()) // len(self.coordinates)

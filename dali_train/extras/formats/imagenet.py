@@ -8,10 +8,11 @@ of synsets, as in every pretrained model: not the ILSVRC ids.
 import io
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
@@ -142,22 +143,19 @@ def _training_images(archive: Archive, synsets: list[str]) -> Iterator[Image | P
     with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
         members = archive.walk()
         while group := [*islice(members, 2 * _LISTED_AT_ONCE)]:
-            listings = [_listing(archive, outer, pool) for outer in group]
+            listings = [pool.submit(list, archive.walk(outer)) if _is_archive(outer) else None for outer in group]
             for outer, listing in zip(group, listings, strict=True):
                 if isinstance(outer, PassedOver):
                     yield outer
-                else:
-                    synset = _synset(outer)
-                    yield from _images_of(listing.result(), synset, label_of[synset], outer.location)
+                    continue
+                synset = _synset(outer)
+                images: Listed = [outer] if listing is None else listing.result()
+                yield from _images_of(images, synset, label_of[synset], outer.location)
 
 
-def _listing(archive: Archive, outer: Image | PassedOver, pool: Executor) -> Future[list[Image | PassedOver]]:
-    """List the archive of a synset; some copies hold the images themselves instead."""
-    if isinstance(outer, Image) and _SYNSET_ARCHIVE.search(outer.name):
-        return pool.submit(lambda: [*archive.walk(outer)])
-    itself: Future[list[Image | PassedOver]] = Future()
-    itself.set_result([outer])
-    return itself
+def _is_archive(outer: Image | PassedOver) -> TypeGuard[Image]:
+    """Return whether this is the archive of a synset; some copies hold the images themselves instead."""
+    return isinstance(outer, Image) and _SYNSET_ARCHIVE.search(outer.name) is not None
 
 
 def _images_of(entries: Listed, synset: str, label: int, location: str) -> Iterator[Image | PassedOver]:
