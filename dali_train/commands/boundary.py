@@ -9,13 +9,15 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from dali_train.data.convert.datasets import DATASETS, advice
+from dali_train.data.progress import LINE_INTERVAL_S, SHORT_S
 from dali_train.errors import NoDatasetError, UserError, explain, write_now
-from dali_train.runtime.launch import leave_to_torchrun, tell_torchrun
+from dali_train.runtime.launch import is_first_on_host, leave_to_torchrun, tell_torchrun
 from dali_train.runtime.process import importing_torch
 from dali_train.text import printable
 
@@ -95,9 +97,30 @@ def importing(name: str) -> Iterator[None]:
         for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
             if signal.getsignal(number) is default:  # `train` has handlers of its own
                 before[number] = signal.signal(number, end)
+    ended = threading.Event()
+    teller = threading.Thread(target=_tell_seconds, args=(ended,), daemon=True)
+    if is_first_on_host():
+        teller.start()
     try:
         with importing_torch():
             yield
     finally:
+        ended.set()
+        if teller.is_alive():
+            teller.join()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _tell_seconds(ended: threading.Event) -> None:
+    """Say now and then how long the imports have taken, until they have ended: from a network file system it may be
+    minutes."""
+    start_s, text = time.monotonic(), ""
+    is_terminal = sys.stderr.isatty()
+    while not ended.wait(SHORT_S if is_terminal else LINE_INTERVAL_S):
+        text = f"importing torch and DALI: {time.monotonic() - start_s:.0f} s"
+        sys.stderr.write(f"\r{text}" if is_terminal else f"{text}\n")
+        sys.stderr.flush()
+    if is_terminal and text:
+        sys.stderr.write(f"\r{' ' * len(text)}\r")
+        sys.stderr.flush()

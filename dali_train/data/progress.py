@@ -42,6 +42,7 @@ class Progress:
             unit_scale=scaled,
             unit_divisor=1000,
             **size_of_terminal(),
+            miniters=1,  # tqdm's own is a share of the largest update: huge where much was done before this start
             delay=delay_s,
             file=sys.stderr if self._terminal else _Nowhere(),
             leave=True,

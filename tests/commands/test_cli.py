@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from dali_train.cli import main
-from dali_train.commands.boundary import run_command
+from dali_train.commands import boundary
+from dali_train.commands.boundary import importing, run_command
 from tests.conftest import REPOSITORY
 from tests.ranks import patience
 
@@ -168,7 +169,31 @@ def test_signals_while_torch_is_imported(number: signal.Signals, status: int, pl
     process.send_signal(number)
     _, printed = process.communicate(timeout=patience(60))
     assert process.returncode == status
-    assert printed.startswith("dali-train export: stopped with ") and printed.count("\n") == 1
+    (line,) = (line for line in printed.splitlines() if not line.startswith("importing"))  # for over ten seconds
+    assert line.startswith("dali-train export: stopped with ")
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "local_rank", "expected"),
+    [
+        (True, "0", r"(\rimporting torch and DALI: 0 s)+\r +\r"),
+        (False, "0", r"(importing torch and DALI: 0 s\n)+"),
+        (False, "1", ""),
+    ],
+)
+def test_imports_that_take_long_are_told(
+    is_terminal: bool,
+    local_rank: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(boundary, "SHORT_S" if is_terminal else "LINE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with importing("dali-train train"):
+        time.sleep(0.2)
+    assert re.fullmatch(expected, capsys.readouterr().err)
 
 
 def test_status_of_a_pattern_with_files(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

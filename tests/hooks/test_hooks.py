@@ -12,6 +12,7 @@ import shutil
 import sys
 import termios
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -465,11 +466,18 @@ def test_a_terminal_without_a_size_shows_progress(monkeypatch: pytest.MonkeyPatc
             progress.update(5)
         with Progress("verifying", total=10, unit="images") as progress:
             progress.update(10)
+        with Progress("indexing", total=2_000_000, unit="images") as progress:
+            time.sleep(0.2)
+            progress.update(1_000_000)  # of an earlier start
+            time.sleep(0.2)
+            progress.update(1)
         monkeypatch.undo()
-        shown = os.read(reader, 65536).decode()
+    pieces: list[bytes] = []
+    _read_terminal(reader, pieces)
+    shown = b"".join(pieces).decode()
     os.close(reader)
     assert "verifying: 100%" in shown and "10/10" in shown
-    assert "listing" not in shown
+    assert "listing" not in shown and shown.count("1000001/2000000") == 2  # at once, and at the end
 
 
 def _read_terminal(reader: int, shown: list[bytes]) -> None:

@@ -140,7 +140,7 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
     transform = CpuTransform(config.data, pixel_format(config, torch.device("cpu"), task.threads), size=task.batch)
     feed = Feed(crop_inputs(split, open_storage(split, config.data)), lambda: micro_batches(next(steps), 0))
 
-    @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None, exec_dynamic=False)
+    @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None)
     def reading_graph() -> Any:
         encoded = fn.external_source(source=lambda: feed()[0], batch=True, no_copy=True, dtype=types.UINT8, ndim=1)
         return fn.copy(encoded)  # into a DALI buffer, so that every byte is read

@@ -286,13 +286,9 @@ def _looking(
     return normalised(images, mirror, data, pixels)
 
 
-@pipeline_def(device_id=None, exec_dynamic=False)
+@pipeline_def(device_id=None)
 def crop_graph(feed: Feed) -> Any:
-    """Define the graph that decodes the boxes of the images from `feed` on the CPU.
-
-    The older executor reuses the same memory, which is a tenth faster, but each ``run()`` overwrites the results of the
-    previous one.
-    """
+    """Define the graph that decodes the boxes of the images from `feed` on the CPU."""
     nodes = feed.nodes()
     stored, anchor, shape = nodes["stored"], nodes["anchor"], nodes["shape"]
     return decode_boxes(stored, anchor, shape, size=nodes["size"], boxes=True, device="cpu", **COMMON_OPTIONS)
