@@ -251,5 +251,5 @@ def samples_of(config: Config) -> tuple[Split, MicroBatches]:
             f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
             "recomputed"
         )
-    split = open_split(config.data, "train", local=False, several_labels=True)
-    return split, MicroBatches(split.rows, config, kept=split.kept, sources=split.sources)
+    split = open_split(config.data, "train", local=False)
+    return split, MicroBatches(split.rows, config, order=split.order(config))

@@ -130,7 +130,7 @@ def _copy(source: Path, root: Path, manifest: Manifest) -> None:
         return
     for name in SPLITS:
         if name in manifest.splits:
-            Split(source, name, several_labels=True)  # complete, and no shard newer than the index
+            Split(source, name)  # complete, and no shard newer than the index
     num_bytes = sum(path.stat().st_size for path in needed)
     _check_space(source, root.parent.parent, num_bytes)
     with Progress(f"copying {source} to {root}", total=num_bytes, unit="B") as progress:

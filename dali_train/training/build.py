@@ -139,7 +139,7 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     dataset = find_dataset(config, launch) if trains else DatasetLocation(config.data)
     explain_bus_errors(dataset.data.roots)
     name: SplitName = "train" if trains else "validation"
-    split = open_split(dataset.data, name, several_labels=True)
+    split = open_split(dataset.data, name)
     is_for_several = config.loss.name in losses_of_several()
     asks_for_several = is_for_several or config.run.best_by == "mean-ap" or config.run.f1_threshold != 0.5
     if asks_for_several or split.label_sets is not None:
@@ -208,7 +208,7 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
         return None
     split = plan.split
     if split.name != "validation":
-        split = open_split(plan.dataset.data, "validation", several_labels=True)
+        split = open_split(plan.dataset.data, "validation")
     kind: type[Evaluator] = Evaluator
     if split.label_sets is not None:
         kind = load_row(EVALUATE_SEVERAL_LABELS, str(split.root))
@@ -250,10 +250,12 @@ def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
     for name, root in plan.config.data.eval_sets:
         if root.endswith(".json"):
             split = open_split(plan.dataset.data, "validation")
+            split.require_one_label()
             evaluators[name] = build(split, labels=read_labels(Path(root), split))
             continue
         splits = Manifest.read(root).splits
         split = Split(root, "validation" if "validation" in splits else "train")
+        split.require_one_label()
         for its_root, names in ((plan.config.data.root, plan.class_names), (root, split.manifest.class_names)):
             twice = [class_name for class_name, count in Counter(names).items() if count > 1]
             if twice:

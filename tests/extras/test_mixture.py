@@ -56,7 +56,7 @@ def mixed(config: Config, art: Path) -> Config:
 
 def micro_batches_of(config: Config) -> MicroBatches:
     split = open_split(config.data, "train")
-    return MicroBatches(split.rows, config, kept=split.kept, sources=split.sources)
+    return MicroBatches(split.rows, config, order=split.order(config))
 
 
 def stream(config: Config, steps: int) -> list[MicroBatch]:
@@ -259,8 +259,7 @@ def test_the_sources_share_a_cache_whose_images_needed_latest_are_removed(
     cache = MixedCache(tmp_path, split)
     images = MixedImages(split, config.data, cache)
     uses, same_uses = (
-        NextUse(config, split.rows["label"], sources=split.sources, dp_size=1, coordinates=frozenset({0}), start_step=0)
-        for _ in range(2)
+        NextUse(config, split.order(config), dp_size=1, coordinates=frozenset({0}), start_step=0) for _ in range(2)
     )
     order, times = same_uses.uses(0, uses.total_steps)
     assert order.tolist() == [image for batch in stream(config, int(uses.total_steps)) for image in batch.images]
@@ -333,15 +332,15 @@ def test_one_source_with_several_labels_gives_all_of_them_sets(
     mix = tuple((name, str(path), 1) for name, path in roots.items())
     root = several if first == "several" else dataset  # the latter has one label an image
     data = mixed.replace({"data.root": str(root), "data.mix": mix}).data
-    train = open_split(data, "train", several_labels=True)
-    expected = [text for path in roots.values() for text in label_texts(Split(path, "train", several_labels=True))]
+    train = open_split(data, "train")
+    expected = [text for path in roots.values() for text in label_texts(Split(path, "train"))]
     assert label_texts(train) == expected and {len(text) for text in expected} >= {0, 1, 2, 3}
     names = train.manifest.class_names
-    expected_names = [*Split(root, "train", several_labels=True).manifest.class_names, *ART]
+    expected_names = [*Split(root, "train").manifest.class_names, *ART]
     assert [*names] == [*dict.fromkeys([*expected_names, "class 1", "eel", "fox"])]
-    validation = open_split(data, "validation", several_labels=True)
+    validation = open_split(data, "validation")
     assert validation.manifest.class_names == names
-    assert label_texts(validation) == label_texts(Split(root, "validation", several_labels=True))
+    assert label_texts(validation) == label_texts(Split(root, "validation"))
     # Of the 33 images of an epoch, a half are of each.
     shares = [sum(name in text for text in expected) for name in names]
     assert train.class_counts[names.index("drawing")] == round(9 / 21 * 33 / 2) and (train.class_counts > 0).all() == (
@@ -358,7 +357,7 @@ def test_a_mixture_with_several_labels_trains(mixed: Config, several: Path, art:
     assert "mAP" in run
     loader = TrainLoader({str(several): 1, str(art): 1}, batch_size=8, image_size=32, **ALONE)
     _, targets = next(iter(loader))
-    split = open_split(loader.config.data, "train", several_labels=True)
+    split = open_split(loader.config.data, "train")
     assert loader.micro_batch is not None and targets.shape == (8, 5)
     for image, row in zip(loader.micro_batch.images.tolist(), targets.tolist(), strict=True):
         names = {name for name, is_one in zip(split.manifest.class_names, row, strict=True) if is_one}

@@ -96,7 +96,7 @@ def several_config(several: Path, tmp_path: Path) -> Path:
 def labels_by_file(root: Path, splits: Sequence[str] = ("train", "validation")) -> dict[str, tuple[int, ...]]:
     labels = {}
     for name in splits:
-        split = Split(root, name, several_labels=True)  # type: ignore[arg-type]
+        split = Split(root, name)  # type: ignore[arg-type]
         assert split.label_sets is not None
         for file, label in zip(split.file_names(), split.rows["label"], strict=True):
             classes = split.label_sets[label]
@@ -114,7 +114,7 @@ def test_index_and_records_have_all_labels(several: Path, table: Path, tmp_path:
     assert {len(classes) for classes in EXPECTED.values()} >= {0, 1, 2, 3}
     assert labels_by_file(several) == EXPECTED
     assert Manifest.read(several).class_names == NAMES
-    counts = training_classes(Split(several, "train", several_labels=True)).counts
+    counts = training_classes(Split(several, "train")).counts
     assert counts.tolist() == [sum(one in classes_of(n) for n in range(50)) for one in range(5)]
     converted = tmp_path / "converted"
     arguments = ["--source", str(table), "--out", str(converted), "--label-separator", ";"]
@@ -269,7 +269,7 @@ def test_one_file_in_several_class_folders(shared: Path, tmp_path: Path, capsys:
 
 
 def sets_in(root: Path) -> list[tuple[int, ...]]:
-    split = Split(root, "train", several_labels=True)
+    split = Split(root, "train")
     assert split.label_sets is not None
     return [tuple(one for one in split.label_sets[label].tolist() if one >= 0) for label in split.rows["label"]]
 
@@ -278,7 +278,7 @@ def test_what_needs_one_label_refuses_several(
     several: Path, several_config: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="its images have several labels, and this needs one"):
-        Split(several, "train")
+        Split(several, "train").require_one_label()
     damaged = tmp_path / "damaged"
     shutil.copytree(several, damaged)
     for label_sets, message in (
@@ -289,7 +289,7 @@ def test_what_needs_one_label_refuses_several(
         values = json.loads((several / "dataset.json").read_text())
         (damaged / "dataset.json").write_text(json.dumps(values | {"label_sets": label_sets}))
         with pytest.raises(DatasetError, match=message):
-            Split(damaged, "train", several_labels=True)
+            Split(damaged, "train")
     for settings in ({"shuffle": "balanced"}, {"reader": "dali"}):
         with pytest.raises(ConfigError, match=r"(shuffle balanced|reader dali) is for one label an image"):
             TrainLoader(str(several), batch_size=4, **settings)
@@ -473,9 +473,7 @@ def test_steps_are_those_of_a_plain_loop(several_config: Path, tmp_path: Path) -
 
 def test_loaders_have_the_trainers_targets(several: Path, several_config: Path) -> None:
     config = load_config(several_config).replace({"loss.name": "binary-cross-entropy", "mixup.cutmix_alpha": 1.0})
-    objective = make_objective(
-        config, nn.Identity(), 5, CPU, training_classes(Split(several, "train", several_labels=True))
-    )
+    objective = make_objective(config, nn.Identity(), 5, CPU, training_classes(Split(several, "train")))
     seen: list[torch.Tensor] = []
     objective._loss._dense = lambda logits, soft: seen.append(soft) or soft.sum()  # type: ignore[union-attr]
     plan = prepare(config, Launch(world_size=1, port=1), CPU)
@@ -496,7 +494,7 @@ def test_loaders_have_the_trainers_targets(several: Path, several_config: Path) 
     assert targets.tolist() == [hot(names[image]) for image in plain.micro_batch.images]
     evaluation = EvalLoader(several, batch_size=4, image_size=32, device="cpu")
     rows = torch.cat([labels for _, labels in evaluation])
-    split = Split(several, "validation", several_labels=True)
+    split = Split(several, "validation")
     assert rows.tolist() == [hot(Path(file).name) for file in split.file_names()]
 
 
@@ -511,7 +509,7 @@ class FirstPixels(nn.Module):
 
 def _evaluate(rank: int, ranks: int, config_file: str, out: str) -> None:
     config = load_config(config_file).replace({"batch.micro_batch": 4, "run.f1_threshold": 0.6})
-    split = Split(config.data.root, "validation", several_labels=True)
+    split = Split(config.data.root, "validation")
     with joined(LaunchOptions(), config) as (launch, device):
         layout = Layout.from_config(launch, config.parallel)
         evaluator = SeveralLabelsEvaluator(split, config, device, layout, num_threads=1, num_shown=3)
@@ -529,7 +527,7 @@ def test_an_evaluation_is_the_same_on_any_number_of_ranks(several_config: Path, 
         in_ranks(ranks, _evaluate, ranks, str(several_config), str(out))
         results.append(json.loads(out.read_text()))
     config = load_config(several_config)
-    split = Split(config.data.root, "validation", several_labels=True)
+    split = Split(config.data.root, "validation")
     pipeline = EvaluationPipeline(split, [np.arange(13)], config.data, pixel_format(config, CPU, 1))
     images, _ = pipeline.run()
     scores = FirstPixels()(images).double().numpy()

@@ -22,6 +22,7 @@ from dali_train.data.loading import cache as cache_module
 from dali_train.data.loading.cache import Eviction, ImageCache, NextUse, Node
 from dali_train.data.loading.read_ahead import ReadAhead, read
 from dali_train.data.sampling.micro_batch import MicroBatches, Segment
+from dali_train.data.sampling.order import SampleOrder
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import try_lock
 from dali_train.runtime import object_store
@@ -396,7 +397,9 @@ def test_next_use_is_that_of_the_order(tiny_config: Path, dataset: Path, shuffle
         {"data.shuffle": shuffle, "data.block_images": 4, "data.window_blocks": 2, "run.epochs": 6}
     )
     labels = Split(dataset, "train").rows["label"]
-    next_use = NextUse(config, labels, dp_size=3, coordinates=frozenset({0, 2}), start_step=0)  # of 3, 3 and 2 a step
+    next_use = NextUse(
+        config, SampleOrder.of(config, labels), dp_size=3, coordinates=frozenset({0, 2}), start_step=0
+    )  # of 3, 3 and 2 a step
     images, times = next_use.uses(0, next_use.total_steps)
     micro_batches = MicroBatches(Split(dataset, "train").rows, config)
     ours = [(step, k) for step in range(next_use.total_steps) for k in range(8) if k % 3 != 1]
@@ -411,7 +414,7 @@ def test_next_use_is_that_of_the_order(tiny_config: Path, dataset: Path, shuffle
         for image in range(50):
             later = times[(images == image) & (times >= now)]
             assert first[image] == (later[0] if len(later) else np.iinfo(np.int32).max)
-    short = NextUse(config, labels, dp_size=3, coordinates=frozenset({0, 2}), start_step=0)
+    short = NextUse(config, SampleOrder.of(config, labels), dp_size=3, coordinates=frozenset({0, 2}), start_step=0)
     near = short.first_use(0, sizes, 100)  # ten images are enough
     assert 10 <= (near < np.iinfo(np.int32).max).sum() < 50
 
@@ -428,10 +431,10 @@ def test_what_is_needed_latest_is_removed(
     cache = ImageCache(tmp_path / "cache", split)
     images = RangedImages(split, cache, staged_bytes=10_000_000)
     labels = split.rows["label"]
-    uses = NextUse(config, labels, dp_size=1, coordinates=frozenset({0}), start_step=0)
-    order, times = NextUse(config, labels, dp_size=1, coordinates=frozenset({0}), start_step=0).uses(
-        0, uses.total_steps
-    )
+    uses = NextUse(config, SampleOrder.of(config, labels), dp_size=1, coordinates=frozenset({0}), start_step=0)
+    order, times = NextUse(
+        config, SampleOrder.of(config, labels), dp_size=1, coordinates=frozenset({0}), start_step=0
+    ).uses(0, uses.total_steps)
     limit = 25 * 4096
     monkeypatch.setattr(cache_module, "_LEAST_WAIT_S", 3600.0)  # its thread's rounds are made here
     eviction = Eviction(cache, uses, limit=limit, start_step=0, num_ahead=0)

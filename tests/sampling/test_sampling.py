@@ -554,7 +554,11 @@ def test_images_that_are_left_out_change_nothing_of_the_others(shuffle: str) -> 
     rows["label"] = np.arange(97) % 3
     kept = np.random.default_rng(0).random(97) < 0.7
     config = config_of(12, 4, shuffle=shuffle, block_images=5, window_blocks=3)
-    every, left = MicroBatches(rows, config), MicroBatches(rows, config.replace({"data.exclude": "any"}), kept=kept)
+    left_out = config.replace({"data.exclude": "any"})
+    every, left = (
+        MicroBatches(rows, config),
+        MicroBatches(rows, left_out, order=SampleOrder.of(left_out, rows["label"], kept)),
+    )
     number = int(kept.sum())
     images, _ = left.order.images_at(np.arange(3 * number))
     assert kept[images].all() and left.order.num_images == number
@@ -581,7 +585,7 @@ def test_images_that_are_left_out_change_nothing_of_the_others(shuffle: str) -> 
     for window in windows or ():
         assert kept[left.order.images_in(*window)].all()
     with pytest.raises(AssertionError, match="must be known"):
-        MicroBatches(rows, config, kept=kept)
+        SampleOrder.of(config, rows["label"], kept)
 
 
 def test_each_block_is_read_by_one_lane() -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.data.loading.cache import NextUse
+from dali_train.data.sampling.order import SampleOrder
 from tools.bench.turns import loading_config
 
 NUM_IMAGES = 4096
@@ -88,7 +89,9 @@ def uses_of_a_node(data: DataConfig, num_nodes: int) -> NDArray[np.int32]:
     config = loading_config(data, micro_batch=MICRO_BATCH, global_batch=MICRO_BATCH * max(NODES))
     config = config.replace({"run.epochs": EPOCHS})
     labels = np.zeros(NUM_IMAGES, dtype=np.int32)
-    next_use = NextUse(config, labels, dp_size=num_nodes, coordinates=frozenset({0}), start_step=0)
+    next_use = NextUse(
+        config, SampleOrder.of(config, labels), dp_size=num_nodes, coordinates=frozenset({0}), start_step=0
+    )
     return next_use.uses(0, int(next_use.total_steps))[0]
 
 

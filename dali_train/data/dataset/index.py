@@ -12,13 +12,13 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.config import DataConfig
+from dali_train.config import DataConfig, SampleConfig
 from dali_train.config.check import load_row
 from dali_train.config.sections import is_url
 from dali_train.data.dataset.files_in_place import SourceFiles, is_table
@@ -37,6 +37,7 @@ from dali_train.data.dataset.manifest import (
     text_index_path,
 )
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
+from dali_train.data.sampling.order import SampleOrder
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import (
     NO_SHARED_MAP,
@@ -62,12 +63,6 @@ _LARGEST_EXCLUDED = 1_000_000_000  # bytes
 _ROWS_AT_ONCE = 1 << 20  # of an index: a check makes some arrays of 8 bytes a row
 
 
-NEEDS_ONE_LABEL = (
-    "its images have several labels, and this needs one: use a dataset with one; docs/several-labels.md names the "
-    "commands for several"
-)
-
-
 class Split:
     """One split of an indexed dataset, opened for reading.
 
@@ -75,8 +70,8 @@ class Split:
     if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names. An
     index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk;
     `is_on_disk` is also False if another storage has them. `kept` is which images take part in training, (N,), None if
-    all do, and `num_images` their number. A mixture of datasets has `sources`, the number of images of each, and is
-    `MixedSplit` (extras/mixture); elsewhere it is empty.
+    all do, and `num_images` their number. `label_sets` is None if each label stands for one class; with several labels
+    an image it has the classes of each label, (labels, most), and -1 after them.
 
     Args:
         root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
@@ -84,16 +79,13 @@ class Split:
         local: whether the shards lie below `root`. If not, only the index can be read.
         strict: whether the index's content is checked. `verify` leaves it out, since it compares every row itself.
         exclude: a file of images that do not take part, see `kept_images`; None: all do.
-        several_labels: whether the caller knows `label_sets`. If not, a dataset with them is refused: its labels would
-            be taken for classes.
 
     Raises:
-        ConfigError: see `kept_images`; or several labels.
+        ConfigError: see `kept_images`.
         DatasetError: a part is missing, the index does not belong to ``dataset.json``, a row is invalid, or a shard
             does not match the index.
     """
 
-    sources: Sequence[int] = ()
     source_name = ""  # of a split in a mixture
 
     def __init__(
@@ -104,7 +96,6 @@ class Split:
         local: bool = True,
         strict: bool = True,
         exclude: Path | str | None = None,
-        several_labels: bool = False,
     ) -> None:
         self.root = metadata_directory(root)
         self.dataset_name = Path(root).resolve().name
@@ -122,12 +113,7 @@ class Split:
             self._remedy = copy_again(str(root))
         self.num_bytes = split.num_bytes
         self.dataset_bytes = sum(each.num_bytes for each in self.manifest.splits.values())
-        # With several labels an image, the classes of each label, (labels, most), and -1 after them; else None.
-        self.label_sets: NDArray[np.int32] | None = None
-        if self.manifest.label_sets is not None:
-            if not several_labels:
-                raise ConfigError(f"{root}: {NEEDS_ONE_LABEL}")
-            self.label_sets = self.padded_sets(self.manifest.label_sets)
+        self.label_sets = self.padded_sets(self.manifest)
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
         self.checksums: NDArray[np.uint32] | None = None
         if split.image_checksums_crc32c is not None:
@@ -167,6 +153,22 @@ class Split:
     @property
     def num_classes(self) -> int:
         return self.manifest.num_classes
+
+    def require_one_label(self) -> None:
+        """Refuse several labels an image, for callers that take the labels of the index for classes.
+
+        Raises:
+            ConfigError: the images have several.
+        """
+        if self.label_sets is not None:
+            raise ConfigError(
+                f"{self.dataset_name}: its images have several labels, and this needs one: use a dataset with one; "
+                "docs/several-labels.md names the commands for several"
+            )
+
+    def order(self, config: SampleConfig) -> SampleOrder:
+        """Return a new order of the training images."""
+        return SampleOrder.of(config, self.rows["label"], self.kept)
 
     def count_classes(self, labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """Return how many of these labels of the index stand for each class, (classes,)."""
@@ -313,9 +315,11 @@ class Split:
                 )
         return None
 
-    def padded_sets(self, text: str) -> NDArray[np.int32]:
+    def padded_sets(self, manifest: Manifest) -> NDArray[np.int32] | None:
         """Return `label_sets` of those of a manifest."""
-        sets = sets_of(text)
+        if manifest.label_sets is None:
+            return None
+        sets = sets_of(manifest.label_sets)
         largest = max(max(classes, default=0) for classes in sets)
         if largest >= self.num_classes:
             raise DatasetError(
@@ -437,37 +441,45 @@ class Split:
 
 
 CHECK_EXCLUDED = "dali_train.extras.image_names:check_excluded"
-MIXED_SPLIT = "dali_train.extras.mixture.dataset:open_mixed"
-MIXED_MANIFEST = "dali_train.extras.mixture.dataset:mixed_manifest"
+MIXTURE = "dali_train.extras.mixture:MIXTURE"
 
 
-def open_split(
-    data: DataConfig,
-    name: SplitName,
-    *,
-    local: bool = True,
-    several_labels: bool = False,
-) -> Split:
+class Mixture(Protocol):
+    """What stands for a dataset where data.mix is set."""
+
+    def open(self, data: DataConfig, name: SplitName, *, local: bool) -> Split: ...
+
+    def manifest(self, data: DataConfig) -> Manifest: ...
+
+    def recipe(self, data: DataConfig) -> dict[str, Any]:
+        """Return the settings of a recipe that say which datasets are mixed, and how."""
+        ...
+
+
+def mixture() -> Mixture:
+    row: Mixture = load_row(MIXTURE, "data.mix")
+    return row
+
+
+def open_split(data: DataConfig, name: SplitName, *, local: bool = True) -> Split:
     """Return the split that a run with these settings trains on or evaluates.
 
     Args:
-        local, several_labels: see `Split`.
+        local: see `Split`.
 
     Raises:
         ConfigError, DatasetError: see `Split`; or the datasets of data.mix do not go together.
     """
     if data.mix:
-        mixed: Split = load_row(MIXED_SPLIT, "data.mix")(data, name, local=local, several_labels=several_labels)
-        return mixed
+        return mixture().open(data, name, local=local)
     exclude = data.exclude if name == "train" else None
-    return Split(data.root, name, local=local, exclude=exclude, several_labels=several_labels)
+    return Split(data.root, name, local=local, exclude=exclude)
 
 
 def read_manifest(data: DataConfig) -> Manifest:
     """Return the manifest of what a run with these settings is trained on. Raises DatasetError: see `Manifest.read`."""
     if data.mix:
-        manifest: Manifest = load_row(MIXED_MANIFEST, "data.mix")(data)
-        return manifest
+        return mixture().manifest(data)
     return Manifest.read(data.root)
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dali_train.config import SampleConfig
-from dali_train.config.check import as_typed, load_row
+from dali_train.config.check import as_typed
 from dali_train.config.config import SETTINGS
+from dali_train.data.dataset.index import mixture
 from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
 from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.files import sha256
 from dali_train.text import plural, printable, shortened
 
-MIXED_RECIPE = "dali_train.extras.mixture.dataset:mixed_recipe"
 CLASS_NAMES = "class_names"  # recipes of earlier versions lack it
 DRAWS = "version of the draws"
 _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
@@ -52,7 +52,7 @@ def sample_settings(config: SampleConfig) -> dict[str, Any]:
     if config.data.exclude is not None and Path(config.data.exclude).is_file():
         settings["data.exclude"] = CONTENT + sha256(Path(config.data.exclude))[:16]
     if config.data.mix:
-        settings |= load_row(MIXED_RECIPE, "data.mix")(config.data)
+        settings |= mixture().recipe(config.data)
     del settings["data.normalise"]  # as numbers, so that it does not matter how they were spelled
     return settings | {"data.mean": list(config.data.mean), "data.std": list(config.data.std), DRAWS: DRAWS_VERSION}
 

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -17,7 +18,6 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
-from dali_train.config.check import load_row
 from dali_train.data.dataset.files_in_place import SourceFiles
 from dali_train.data.dataset.index import Split, map_file, sizes_of
 from dali_train.data.dataset.manifest import dataset_errors
@@ -432,11 +432,10 @@ STORAGES: dict[str, Callable[[Split, DataConfig, Cache | None], Storage]] = {
 """Functions that open a storage, by the scheme of the URL in data.root; a path without a scheme is a file."""
 
 
-MIXED_IMAGES = "dali_train.extras.mixture.mixed_images:MixedImages"
-
-
+@singledispatch
 def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> Storage:
-    """Return the storage with the images of `split`, which may be a split of data.root or of its local copy.
+    """Return the storage with the images of `split`, which may be a split of data.root or of its local copy. Other
+    kinds of split register theirs.
 
     Args:
         cache: of this node, for images of an object store.
@@ -444,9 +443,6 @@ def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> 
     Raises:
         ConfigError: as `storage_of`.
     """
-    if split.sources:
-        mixed: Storage = load_row(MIXED_IMAGES, "data.mix")(split, data, cache)
-        return mixed
     return storage_of(data)(split, data, cache)
 
 
@@ -492,12 +488,10 @@ def stored_image(storage: Storage, number: int) -> NDArray[np.uint8]:
 
 
 def open_shards(split: Split) -> Storage:
-    """Return the images of a split outside of a run, by the row of `STORAGES` for where they lie.
+    """Return the images of a split outside of a run, from where they lie.
 
     Raises:
         DatasetError: see `MappedFiles`.
     """
     settings = DataConfig(root=".", read_ahead_mb=0)  # the split has its own place, whose name need not be UTF-8
-    if split.sources:
-        return open_storage(split, settings)
-    return STORAGES[_scheme(split.url or "")](split, settings, None)
+    return open_storage(split, settings) if split.url is None else _ranged_images(split, settings, None)

@@ -89,7 +89,7 @@ def open_splits(root: Path | str, findings: Findings) -> dict[SplitName, Split]:
         if name not in manifest.splits:
             continue
         try:
-            split = Split(root, name, local=False, strict=False, several_labels=True)  # shards are looked at one by one
+            split = Split(root, name, local=False, strict=False)  # shards are looked at one by one
         except DatasetError as error:
             findings.problems.append(str(error))
             continue

@@ -23,10 +23,10 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, singledispatch
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -36,11 +36,10 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig, SampleConfig
-from dali_train.config.check import load_row
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatch
-from dali_train.data.sampling.order import order_of
+from dali_train.data.sampling.order import SampleOrder
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import NO_SPACE, open_lock, private_directory, remove_written, try_lock
 from dali_train.parallel.layout import Layout
@@ -60,8 +59,6 @@ _LEAST_WAIT_S = 0.02
 _WAIT_RATIO = 20.0
 _WAIT_S = 10.0  # for the previous user of the directory, which may be about to end
 
-MIXED_CACHE = "dali_train.extras.mixture.mixed_images:cache_of"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
@@ -76,13 +73,10 @@ class Node:
     def cache(self, split: Split) -> "ImageCache | None":
         """Return the cache of `split`; None if it lies on a disk. `Eviction` removes training images. The validation
         split is read in the same order every time, so each rank keeps its first images and evicts nothing."""
-        if split.sources:
-            mixed: ImageCache | None = load_row(MIXED_CACHE, "data.mix")(self.directory, split)
-            return mixed
+        if split.name == "train":
+            return cache_of(split, self.directory)
         if split.is_on_disk:
             return None
-        if split.name == "train":
-            return ImageCache(self.directory, split)
         limit = self.limit
         if limit is None:
             try:
@@ -110,9 +104,7 @@ class Node:
             return None
         next_use = NextUse(
             config,
-            split.rows["label"],
-            split.kept,
-            split.sources,
+            split.order(config),  # not shared with training, which is in other epochs
             dp_size=self.dp_size,
             coordinates=self.coordinates,
             start_step=start_step,
@@ -362,6 +354,13 @@ _MOST_EVENTS_PER_IMAGE = 3
 the dataset within W ln(1 / (1 - c)) epochs, so 3 uses per image are enough for a cache of c = 0.95."""
 
 
+@singledispatch
+def cache_of(split: Split, directory: Path) -> ImageCache | None:
+    """Return the cache of the training images of a split; None if they lie on a disk. Other kinds of split register
+    theirs."""
+    return None if split.is_on_disk else ImageCache(directory, split)
+
+
 class NextUse:
     """When the data-parallel coordinates of one node use each image next.
 
@@ -369,9 +368,7 @@ class NextUse:
     compute theirs at the same time.
 
     Args:
-        labels: of all images of the split, (N,).
-        kept: which of them take part, (N,); None: all.
-        sources: of a mixture of datasets: the number of images of each.
+        order: of the split's images.
         dp_size: number of data-parallel coordinates.
         coordinates: those whose ranks are on this node.
         start_step: the first step whose uses are known.
@@ -380,15 +377,13 @@ class NextUse:
     def __init__(
         self,
         config: SampleConfig,
-        labels: NDArray[np.integer],
-        kept: NDArray[np.bool_] | None = None,
-        sources: Sequence[int] = (),
+        order: SampleOrder,
         *,
         dp_size: int,
         coordinates: frozenset[int],
         start_step: int,
     ) -> None:
-        self._order = order_of(config, labels, kept, sources)  # not shared with training, which is in other epochs
+        self._order = order
         batch = config.batch
         mine = np.array([k for k in range(batch.num_micro_batches) if k % dp_size in coordinates])
         self._within = (mine[:, None] * batch.micro_batch + np.arange(batch.micro_batch)).ravel()  # a step's positions

@@ -203,9 +203,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
             require(split == "train" or not data.mix, f"split is {split}: a mixture is of training splits, use train")
             self._begin(
-                open_split(data, split, several_labels=True)
-                if split == "train"
-                else Split(data.root, split, exclude=data.exclude, several_labels=True),
+                open_split(data, split) if split == "train" else Split(data.root, split, exclude=data.exclude),
                 config,
                 pixels,
                 place,
@@ -229,7 +227,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         """Return the loader of the micro-batches that the trainer has with `config`. See the class for the others."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        split = open_split(config.data, "train", several_labels=True)
+        split = open_split(config.data, "train")
         return RunLoader(split, config, place, node=place.node(config.data), targets=targets)
 
     def _begin(
@@ -558,7 +556,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             place = Place.find(dp_rank, dp_size, group, device, num_threads)
             size = BatchConfig(global_batch=batch_size, micro_batch=batch_size).micro_batch
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
-            self._begin(Split(data.root, split, several_labels=True), data, pixels, place, size, place.node(data))
+            self._begin(Split(data.root, split), data, pixels, place, size, place.node(data))
 
     @classmethod
     def from_config(
@@ -573,7 +571,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         """Return the loader of the images that an evaluation of the trainer with `config` has."""
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
-        split = open_split(config.data, "validation", several_labels=True)
+        split = open_split(config.data, "validation")
         return RunEvalLoader(split, config, place, node=place.node(config.data))
 
     def _begin(

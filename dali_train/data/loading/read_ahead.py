@@ -35,7 +35,7 @@ _END_S = 5.0
 
 
 def micro_batches_of(split: Split, segment: Segment) -> MicroBatches:
-    return MicroBatches(split.rows, segment.config, segment.views, split.kept, split.sources)
+    return MicroBatches(split.rows, segment.config, segment.views, split.order(segment.config))
 
 
 def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:

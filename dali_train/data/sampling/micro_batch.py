@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dali_train.config import MixupConfig, SampleConfig, View
 from dali_train.config.check import require
 from dali_train.data.sampling.draws import BOXES, DrawInput, Mixing, draw_mixing, filters, flips, padded_crops
-from dali_train.data.sampling.order import order_of
+from dali_train.data.sampling.order import SampleOrder
 from dali_train.data.sampling.policy import draw_operators, erased_boxes, erasing_noise, policy_of
 from dali_train.data.sampling.rng import Purpose, torch_seed
 
@@ -87,8 +87,7 @@ class MicroBatches:
     Args:
         rows: the training split's index (``INDEX_DTYPE``).
         views: of every image; none: one, as `config` says.
-        kept: which images take part, (N,), as data.exclude says; None: all.
-        sources: of a mixture of datasets: the number of images of each.
+        order: of the images that take part, see `Split.order`; None: of all images.
     """
 
     def __init__(
@@ -96,13 +95,12 @@ class MicroBatches:
         rows: NDArray[np.void],
         config: SampleConfig,
         views: Sequence[View] = (),
-        kept: NDArray[np.bool_] | None = None,
-        sources: Sequence[int] = (),
+        order: SampleOrder | None = None,
     ) -> None:
         self.num_per_step = config.batch.num_micro_batches
         self._rows = rows
         self._config = config
-        self.order = order_of(config, rows["label"], kept, sources)
+        self.order = SampleOrder.of(config, rows["label"]) if order is None else order
         num_images = self.order.num_images
         self._config_at = config.by_step(num_images)
         self._views = view_configs(config, views)

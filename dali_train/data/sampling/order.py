@@ -6,7 +6,6 @@ size. A mixture of datasets merges the sequences of several (`extras/mixture/mer
 """
 
 import threading
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -15,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import SampleConfig
-from dali_train.config.check import load_row
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 
 
@@ -294,19 +292,3 @@ class SampleOrder:
                 for old in [e for e in self._orders if abs(e - epoch) > 1]:
                     del self._orders[old]
             return self._orders[epoch]
-
-
-MIXED_ORDER = "dali_train.extras.mixture.merge:mixed_order"
-
-
-def order_of(
-    config: SampleConfig,
-    labels: NDArray[np.integer],
-    kept: NDArray[np.bool_] | None = None,
-    sources: Sequence[int] = (),
-) -> SampleOrder:
-    """Return the order of a split, see `SampleOrder.of`, or of a mixture of datasets with so many images each."""
-    if not sources:
-        return SampleOrder.of(config, labels, kept)
-    mixed: SampleOrder = load_row(MIXED_ORDER, "data.mix")(config, sources, labels, kept)
-    return mixed

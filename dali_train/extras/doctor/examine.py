@@ -301,7 +301,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         findings.append(Finding("batch", "fail", str(error), "see the message"))
     num_classes = 1000
     with suppress(ConfigError, DatasetError, OSError):
-        num_classes = open_split(config.data, "train", several_labels=True).num_classes
+        num_classes = open_split(config.data, "train").num_classes
     try:
         model, memory, ranks = forecast(config, layout, num_classes)
     except (ConfigError, CheckpointError) as error:
@@ -360,7 +360,7 @@ def _bucket(split: Split, data: DataConfig) -> Finding:
 def splits(data: DataConfig) -> Iterator[Finding]:
     for name in ("train", "validation"):
         try:
-            split = open_split(data, name, several_labels=True)  # compares index, manifest and shards' sizes
+            split = open_split(data, name)  # compares index, manifest and shards' sizes
         except (DatasetError, OSError) as error:
             optional = name == "validation" and "has no validation split" in str(error)
             yield Finding(

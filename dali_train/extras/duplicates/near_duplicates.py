@@ -73,7 +73,7 @@ def duplicates(root: Path | str, *, num_shown: int, table: Path | None, workers:
         DatasetError: the dataset is not here, or an image cannot be decoded.
     """
     manifest = Manifest.read(root)
-    splits = [Split(root, name, several_labels=True) for name in SPLITS if name in manifest.splits]
+    splits = [Split(root, name) for name in SPLITS if name in manifest.splits]
     hashed = [hash_split(split, workers) for split in splits]
     hashes = np.concatenate([part for part, _ in hashed])
     contrasts = np.concatenate([part for _, part in hashed])

@@ -267,7 +267,7 @@ def _is_indexed(dataset: Path, source: str) -> bool:
     if not (dataset / "dataset.json").exists():
         return False
     if Path(source).exists():
-        Split(dataset, "train", several_labels=True)
+        Split(dataset, "train")
     return True
 
 

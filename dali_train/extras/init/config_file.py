@@ -91,7 +91,7 @@ def write_config(
         root = str(Path(root))
     output = checked_output(root, output)
     run_dir = run_dir or f"runs/{output.stem}"
-    split = Split(root, "train", several_labels=True)
+    split = Split(root, "train")
     pretrained = describe_weights(weights, model) if weights is not None else None
     is_here = gpu_memory_gb is None  # the machine to train on is this one
     if is_here and torch.cuda.is_available():

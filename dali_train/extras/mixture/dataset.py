@@ -13,7 +13,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig, SampleConfig
-from dali_train.data.dataset.index import NEEDS_ONE_LABEL, Split, kept_images
+from dali_train.data.dataset.index import Split, kept_images
 from dali_train.data.dataset.manifest import (
     Manifest,
     Shard,
@@ -24,29 +24,26 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.sample_recipe import names_content
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.extras.mixture.merge import mixed_order
+from dali_train.extras.mixture.merge import MixedOrder, mixed_order
 from dali_train.extras.mixture.mixed_classes import class_names, class_numbers, united_sets
 from dali_train.text import plural
 
 
-def open_mixed(data: DataConfig, name: SplitName, *, local: bool, several_labels: bool) -> Split:
+def open_mixed(data: DataConfig, name: SplitName, *, local: bool) -> Split:
     """Return the training split of a mixture, or the validation split of data.root with the classes of the mixture.
 
     Args:
-        local, several_labels: see `Split`; one source with several labels an image makes all have them.
+        local: see `Split`.
 
     Raises:
-        ConfigError: the datasets do not go together, or several labels.
+        ConfigError: the datasets do not go together.
         DatasetError: see `Split`.
     """
-    split = MixedSplit(data, local=local) if name == "train" else _validation_split(data, name, local=local)
-    if split.label_sets is not None and not several_labels:
-        raise ConfigError(f"data.mix {', '.join(source for source, _, _ in data.mix)}: {NEEDS_ONE_LABEL}")
-    return split
+    return MixedSplit(data, local=local) if name == "train" else _validation_split(data, name, local=local)
 
 
 def _validation_split(data: DataConfig, name: SplitName, *, local: bool) -> Split:
-    split = Split(data.root, name, local=local, several_labels=True)
+    split = Split(data.root, name, local=local)
     mixed = mixed_manifest(data)  # the labels of data.root come first
     split.manifest = replace(
         split.manifest,
@@ -56,8 +53,7 @@ def _validation_split(data: DataConfig, name: SplitName, *, local: bool) -> Spli
         format_version=mixed.format_version,
     )
     split.dataset_bytes = _num_bytes(mixed)
-    if mixed.label_sets is not None:
-        split.label_sets = split.padded_sets(mixed.label_sets)
+    split.label_sets = split.padded_sets(mixed)
     return split
 
 
@@ -71,11 +67,10 @@ class MixedSplit(Split):
 
     def __init__(self, data: DataConfig, *, local: bool = True) -> None:
         self.roots = [root for _, root, _ in data.mix]
-        self.parts = [Split(root, "train", local=local, several_labels=True) for root in self.roots]
+        self.parts = [Split(root, "train", local=local) for root in self.roots]
         for part, (name, _, _) in zip(self.parts, data.mix, strict=True):
             part.source_name = name
-        self.sources = [len(part) for part in self.parts]
-        self.firsts = np.cumsum([0, *self.sources[:-1]])  # the number of each one's first image, (sources,)
+        self.firsts = np.cumsum([0, *map(len, self.parts[:-1])])  # the number of each one's first image, (sources,)
         manifests = [part.manifest for part in self.parts]
         self.root_manifest = Manifest.read(data.root)
         self.manifest, numbers = _manifest_of(data, self.root_manifest, manifests)
@@ -83,7 +78,7 @@ class MixedSplit(Split):
         self.dataset_name = " + ".join(name for name, _, _ in data.mix)
         self.name = "train"
         self.url = None
-        self.label_sets = None if self.manifest.label_sets is None else self.padded_sets(self.manifest.label_sets)
+        self.label_sets = self.padded_sets(self.manifest)
         self.files = None
         self.shards = ()
         self.paths = []
@@ -119,6 +114,10 @@ class MixedSplit(Split):
             share = self._weights[number] / sum(self._weights)
             expected += counts / len(taking_part) * share * self.num_images
         return np.where(expected > 0, np.maximum(1, np.rint(expected)), 0).astype(np.int64)
+
+    def order(self, config: SampleConfig) -> MixedOrder:
+        num_images = [len(part) for part in self.parts]
+        return mixed_order(config, num_images, self.rows["label"], self.kept)
 
     def source_of(self, image: int) -> tuple[int, int]:
         """Return the number of the source that has image number `image`, and the image's number there."""

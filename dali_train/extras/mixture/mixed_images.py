@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.storage import Storage, open_storage
-from dali_train.data.loading.cache import ImageCache, directory_names
+from dali_train.data.loading.cache import ImageCache, cache_of, directory_names
 from dali_train.extras.mixture.dataset import MixedSplit
 
 T = TypeVar("T")
@@ -57,15 +57,6 @@ class MixedImages:
         return results
 
 
-def cache_of(directory: Path, split: MixedSplit) -> "MixedCache | None":
-    """Return the cache of a mixture's training images; None if all its sources lie on disks.
-
-    Raises:
-        ConfigError, DatasetError: see `ImageCache`.
-    """
-    return None if all(part.is_on_disk for part in split.parts) else MixedCache(directory, split)
-
-
 class MixedCache(ImageCache):
     """The caches of the sources as one, by the image numbers of the mixture, for `Eviction`.
 
@@ -104,3 +95,18 @@ class MixedCache(ImageCache):
     def give_up(self, what: Literal["read", "written"], error: OSError) -> None:
         for cache in self._caches:
             cache.give_up(what, error)
+
+
+@open_storage.register
+def _(split: MixedSplit, data: DataConfig, cache: MixedCache | None = None) -> MixedImages:
+    return MixedImages(split, data, cache)
+
+
+@cache_of.register
+def _(split: MixedSplit, directory: Path) -> MixedCache | None:
+    """Return the cache of a mixture's training images; None if all its sources lie on disks.
+
+    Raises:
+        ConfigError, DatasetError: see `ImageCache`.
+    """
+    return None if all(part.is_on_disk for part in split.parts) else MixedCache(directory, split)

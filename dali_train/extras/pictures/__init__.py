@@ -36,7 +36,7 @@ def _show(options: argparse.Namespace) -> int:
     from dali_train.extras.pictures.sheets import describe, overview
 
     manifest = Manifest.read(options.dataset)
-    splits = [Split(options.dataset, name, several_labels=True) for name in SPLITS if name in manifest.splits]
+    splits = [Split(options.dataset, name) for name in SPLITS if name in manifest.splits]
     for line in describe(manifest, splits):
         print(printable(line))
     directory = options.out or (Path() if is_remote(str(options.dataset)) else options.dataset) / "contact_sheets"

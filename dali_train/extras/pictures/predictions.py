@@ -207,7 +207,7 @@ class PredictionFiles(Hook):
 
     @cached_property
     def _split(self) -> Split:
-        return open_split(self._start.config.data, "validation", several_labels=True)
+        return open_split(self._start.config.data, "validation")
 
     @cached_property
     def _images_per_class(self) -> list[int]:

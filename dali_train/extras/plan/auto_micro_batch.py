@@ -114,5 +114,5 @@ def _device_bytes(run: RunConfig, options: Namespace) -> float | None:
 
 def _num_classes(config: Config) -> int:
     with suppress(ConfigError, DatasetError, OSError):
-        return open_split(config.data, "train", local=False, several_labels=True).num_classes
+        return open_split(config.data, "train", local=False).num_classes
     return IMAGENET_CLASSES  # of a dataset that is not there yet, as `dali-train plan` has it

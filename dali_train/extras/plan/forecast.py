@@ -339,7 +339,7 @@ def _images(data: DataConfig, num_images: int | None) -> tuple[int, int, str, fl
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
         return num_images, IMAGENET_CLASSES, NUM_IMAGES, IMAGENET_IMAGE_BYTES
     if data.mix:
-        mixed = open_split(data, "train", local=False, several_labels=True)
+        mixed = open_split(data, "train", local=False)
         return mixed.num_images, mixed.num_classes, mixed.dataset_name, mixed.num_bytes / len(mixed)
     if (metadata_directory(data.root) / "dataset.json").exists():
         manifest = Manifest.read(data.root)
@@ -361,7 +361,7 @@ def _class_weights(config: Config) -> Iterator[str]:
     if not (metadata_directory(config.data.root) / "dataset.json").exists():
         yield f"class weights  {config.data.root} has no dataset.json, so they are not known yet"
         return
-    split = open_split(config.data, "train", local=False, several_labels=True)
+    split = open_split(config.data, "train", local=False)
     classes = training_classes(split)
     for kind, weights in weights_of(config.loss, classes).items():
         title = "class weights" if kind == "class_weights" else "positives"

@@ -326,7 +326,7 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
     """Print top-1 on the validation split, or mAP with several labels an image, decoded and resized by DALI and by PIL,
     and DALI's accuracy by class; write the top 5 classes that DALI's decoding gives into `table`."""
     data = trained.config.data
-    split = open_split(data, "validation", several_labels=True)
+    split = open_split(data, "validation")
     if split.manifest.encoding == "raw":
         raise ConfigError(
             f"{data.root} holds raw pixels, so there are no decoders to compare: name image files to classify"

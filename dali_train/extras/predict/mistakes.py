@@ -74,7 +74,7 @@ def show_mistakes(run: Path | str, picture: Path, checkpoint: str | None, weight
     """
     with local_run(run, checkpoint) as run_dir:
         trained = load_trained(run_dir, checkpoint, weights)
-    split = open_split(trained.config.data, "validation", several_labels=True)
+    split = open_split(trained.config.data, "validation")
     judge = _judge if split.label_sets is None else load_row(JUDGE_SEVERAL, str(split.root))
     judged = judge(trained, split)
     names = [printable(name) for name in trained.class_names]

@@ -84,7 +84,7 @@ def subset(
     for name in SPLITS:
         if name not in manifest.splits:
             continue
-        split = Split(root, name, several_labels=True)
+        split = Split(root, name)
         label_sets: list[tuple[int, ...]] | None = None
         of_label = new_label
         if split.label_sets is not None:
