@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +30,7 @@ from dali_train.commands.arguments import (
 )
 from dali_train.commands.boundary import importing, run_command
 from dali_train.commands.data import add_data_command
-from dali_train.config.check import load_row, load_rows
+from dali_train.config.check import Extra, load_all
 from dali_train.config.command_line import (
     is_completing,
     read_overrides,
@@ -52,32 +52,34 @@ from dali_train.runtime.status import (
 from dali_train.runtime.stop import StopReason, StopRequests
 from dali_train.text import aligned, printable, shortened
 
-EXTRA_COMMANDS = (
-    "dali_train.extras.blame:add_blame_command",
-    "dali_train.extras.compare:add_compare_command",
-    "dali_train.extras.quickstart:add_quickstart_command",
-    "dali_train.extras.fit:add_fit_command",
-    "dali_train.extras.plan:add_plan_command",
-    "dali_train.extras.doctor:add_doctor_command",
-    "dali_train.extras.export:add_export_command",
-    "dali_train.extras.predict:add_predict_command",
-    "dali_train.extras.report:add_diff_command",
-    "dali_train.extras.proof:add_prove_command",
-    "dali_train.extras.report:add_report_command",
-    "dali_train.extras.suspects:add_suspects_command",
-    "dali_train.extras.init:add_init_command",
-    "dali_train.extras.completion:add_completion_command",
+EXTRA_COMMANDS: Sequence[Extra[Callable[[Commands], None]]] = (
+    Extra("dali_train.extras.blame:add_blame_command"),
+    Extra("dali_train.extras.compare:add_compare_command"),
+    Extra("dali_train.extras.quickstart:add_quickstart_command"),
+    Extra("dali_train.extras.fit:add_fit_command"),
+    Extra("dali_train.extras.plan:add_plan_command"),
+    Extra("dali_train.extras.doctor:add_doctor_command"),
+    Extra("dali_train.extras.export:add_export_command"),
+    Extra("dali_train.extras.predict:add_predict_command"),
+    Extra("dali_train.extras.report:add_diff_command"),
+    Extra("dali_train.extras.proof:add_prove_command"),
+    Extra("dali_train.extras.report:add_report_command"),
+    Extra("dali_train.extras.suspects:add_suspects_command"),
+    Extra("dali_train.extras.init:add_init_command"),
+    Extra("dali_train.extras.completion:add_completion_command"),
 )
 """Functions that add a command of dali_train/extras to the subparsers."""
 
-COMPLETION = "dali_train.extras.completion:answer_completion"
+COMPLETION = Extra[Callable[[argparse.ArgumentParser], None]](
+    "dali_train.extras.completion:answer_completion", "completion in a shell"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     parser = command_parser()
     if is_completing():
-        load_row(COMPLETION, "completion in a shell")(parser)
+        COMPLETION.load()(parser)
     words, settings = _split_settings(list(sys.argv[1:] if argv is None else argv))
     options, unknown = parser.parse_known_args(words)
     if getattr(options, "config", "") is None and unknown and _is_config(unknown[0]):
@@ -112,10 +114,9 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
     add_launch_options(parser, hidden=True)  # torch.distributed.launch puts --local-rank before the command
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_train, _add_evaluate, _add_status, _add_recipes, add_data_command):
-        add(commands)
-    for add in load_rows(EXTRA_COMMANDS):
-        add(commands)
+    own = (_add_train, _add_evaluate, _add_status, _add_recipes, add_data_command)
+    for add_command in (*own, *load_all(EXTRA_COMMANDS)):
+        add_command(commands)
     return parser
 
 

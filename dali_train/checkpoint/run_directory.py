@@ -11,15 +11,15 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dali_train.config import Config
-from dali_train.config.check import load_row
+from dali_train.config.check import Extra
 from dali_train.config.config import config_from_json
 from dali_train.errors import ConfigError
 from dali_train.files import (
@@ -41,7 +41,9 @@ LIBRARIES = ("torch", "timm", "DALI", "nvImageCodec", "Pillow", "NumPy")
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.json.sha256"
 SCORE = "evaluation.json"
-MIRRORED_RUN = "dali_train.extras.mirror:downloaded"
+MIRRORED_RUN = Extra[Callable[[str, str | None], AbstractContextManager[Path]]](
+    "dali_train.extras.mirror:downloaded", "the URL of a run"
+)
 ALL_CHECKPOINTS = "all"
 _NAME = re.compile(r"step-(\d{8,18})")
 _OWN_FILES = re.compile(r"manifest\.json(\.sha256)?|evaluation\.json|[\w.-]+\.safetensors|\..*\.partial")
@@ -65,7 +67,7 @@ def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
     if not is_remote(str(run)):
         yield Path(run)
         return
-    with load_row(MIRRORED_RUN, str(run))(str(run), checkpoint) as directory:
+    with MIRRORED_RUN.load()(str(run), checkpoint) as directory:
         yield directory
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_train.config import Config, load_config
-from dali_train.config.check import close_names, load_row
+from dali_train.config.check import Extra, close_names
 from dali_train.config.command_line import config_with, is_completing, read_overrides
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, is_first, is_first_on_host
@@ -21,8 +21,12 @@ Run = Callable[[argparse.Namespace, list[str]], int]
 
 Commands = Any  # what argparse's add_subparsers returns, whose class is private
 
-AUTO_MICRO_BATCH = "dali_train.extras.plan.auto_micro_batch:choose"
-COMPLETED_SETTINGS = "dali_train.extras.completion:add_settings_to_complete"
+AUTO_MICRO_BATCH = Extra[Callable[[Config, dict[str, Any], argparse.Namespace], int]](
+    "dali_train.extras.plan.auto_micro_batch:choose", "batch.micro_batch auto"
+)
+COMPLETED_SETTINGS = Extra[Callable[[argparse.ArgumentParser, argparse.Action], None]](
+    "dali_train.extras.completion:add_settings_to_complete", "completion in a shell"
+)
 
 USERS_PARTS = "a config file that registers your own model; the settings are the run's"
 
@@ -78,7 +82,7 @@ def with_config(commands: Commands, name: str, summary: str, run: Run) -> argpar
         + (f"; beside RUN {USERS_PARTS}" if name == "eval" else ""),
     )
     if is_completing():
-        load_row(COMPLETED_SETTINGS, "completion in a shell")(command, config)
+        COMPLETED_SETTINGS.load()(command, config)
     return command
 
 
@@ -104,7 +108,7 @@ def config_of(options: argparse.Namespace, overrides: list[str]) -> Config:
                 overrides,
                 f"dali-train {options.command}",
                 own,
-                lambda file, values: load_row(AUTO_MICRO_BATCH, "batch.micro_batch auto")(file, values, options),
+                lambda file, values: AUTO_MICRO_BATCH.load()(file, values, options),
             )
     except ConfigError as error:
         error.reported_elsewhere = not is_first_on_host(launch_options(options).local_rank)

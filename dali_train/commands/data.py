@@ -13,20 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dali_train.commands.arguments import Commands
 from dali_train.commands.boundary import run_command
-from dali_train.config.check import load_rows
+from dali_train.config.check import Extra, load_all
 from dali_train.data.convert.datasets import DATASETS, load_sources
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.process import num_cores
 from dali_train.text import printable, shortened
 
-EXTRA_ACTIONS = (
-    "dali_train.extras.indexing:add_index_action",
-    "dali_train.extras.subset:add_subset_action",
-    "dali_train.extras.verify:add_verify_action",
-    "dali_train.extras.duplicates:add_duplicates_action",
-    "dali_train.extras.pictures:add_show_action",
+EXTRA_ACTIONS: Sequence[Extra[Callable[[Commands], None]]] = (
+    Extra("dali_train.extras.indexing:add_index_action"),
+    Extra("dali_train.extras.subset:add_subset_action"),
+    Extra("dali_train.extras.verify:add_verify_action"),
+    Extra("dali_train.extras.duplicates:add_duplicates_action"),
+    Extra("dali_train.extras.pictures:add_show_action"),
 )
 """Functions that add an action of dali_train/extras with `add_action`."""
 
@@ -75,7 +76,7 @@ def main(action: str, arguments: Sequence[str] | None = None) -> int:
 def _add_actions(parser: argparse.ArgumentParser) -> None:
     actions: Actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_convert(actions)
-    for add in load_rows(EXTRA_ACTIONS):
+    for add in load_all(EXTRA_ACTIONS):
         add(actions)
 
 

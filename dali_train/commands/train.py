@@ -36,7 +36,7 @@ from dali_train.checkpoint.state import Progress, Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
 from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.config import Config, load_config
-from dali_train.config.check import load_row
+from dali_train.config.check import Extra
 from dali_train.data.loading.decoders import describe_decoder
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import pixel_format
@@ -72,9 +72,10 @@ from dali_train.training.trainer import StepImages, Trainer
 logger = logging.getLogger("dali_train")
 
 # What a run may do without, imported where it is asked for.
-MIRROR = "dali_train.extras.mirror:mirrored"
-FASTEST_NUMBER = "dali_train.extras.num_processes:fastest_number"
-LOCAL_LAUNCH = "dali_train.extras.local_launch:launch_locally"
+MIRROR = Extra[Callable[[Config, Launch, StopRequests], AbstractContextManager[Any]]](
+    "dali_train.extras.mirror:mirrored", "run.mirror"
+)
+FASTEST_NUMBER = Extra[Callable[[Config], int]]("dali_train.extras.num_processes:fastest_number", "num_processes auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,11 @@ class RunResult:
     best_top1: float | None  # a fraction; None: never evaluated
     epoch_accuracies: list[float]  # top-1 of each evaluation as a fraction, in order, those before a resume included
     model_file: Path | None  # the final weights, see `write_model`; None: the run is not finished
+
+
+LOCAL_LAUNCH = Extra[Callable[..., dict[int, RunResult | ConfigError | DatasetError]]](
+    "dali_train.extras.local_launch:launch_locally", "num_processes"
+)
 
 
 @dataclass(kw_only=True)
@@ -276,15 +282,13 @@ def _run_locally(config: Config, num_processes: int | Literal["auto"]) -> RunRes
             "or use torchrun"
         )
     if num_processes == "auto":
-        num_processes = int(load_row(FASTEST_NUMBER, "num_processes auto")(config))
+        num_processes = FASTEST_NUMBER.load()(config)
     if num_processes < 1:
         raise ConfigError(f"num_processes is {num_processes}: use at least 1, or auto")
     fit_to_ranks(config, Launch(world_size=num_processes, port=1))
-    launch_locally: Callable[..., dict[int, RunResult | ConfigError | DatasetError]]
-    launch_locally = load_row(LOCAL_LAUNCH, "num_processes")
     hooks = hook_names(config.hooks.user)
     config = config.replace({"hooks.user": ()})  # which may not pickle
-    results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
+    results = LOCAL_LAUNCH.load()(_run_or_mistake, config, hooks, num_processes=num_processes)
     for error in results.values():
         if isinstance(error, Exception):
             error.reported_elsewhere = False  # no rank has printed it
@@ -351,8 +355,7 @@ def mirrored(config: Config, launch: Launch, stop_requests: StopRequests) -> Abs
     """Open run.mirror, if there is one, for the duration of the context. All ranks call this together."""
     if config.run.mirror is None:
         return nullcontext()
-    mirror: AbstractContextManager[Any] = load_row(MIRROR, "run.mirror")(config, launch, stop_requests)
-    return mirror
+    return MIRROR.load()(config, launch, stop_requests)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dali_train.errors import ConfigError
 from dali_train.text import has_credentials, printable, shortened
@@ -473,8 +473,8 @@ def close_value(value: Any, known: Sequence[Any], every: str) -> str:
     return f"{close[0]} (of {every})" if close else every
 
 
-def lookup(table: Mapping[str, T | str], setting: str, name: str) -> T:
-    """Return the row `name` of a table; one in words is imported, see `load_row`.
+def lookup(table: Mapping[str, "T | Extra[T]"], setting: str, name: str) -> T:
+    """Return the row `name` of a table, whose extras are imported.
 
     Raises:
         ConfigError: there is none, so `setting` names nothing.
@@ -483,33 +483,37 @@ def lookup(table: Mapping[str, T | str], setting: str, name: str) -> T:
         known = list(table)
         raise ConfigError(f"{setting} is {name!r}: use {close_value(name, known, ', '.join(known))}")
     row = table[name]
-    return load_row(row, f"{setting} {name}") if isinstance(row, str) else row
+    return row.load() if isinstance(row, Extra) else row
 
 
-def load_rows(rows: Iterable[str]) -> list[Any]:
-    """Import the rows of a table whose modules are part of this installation; each folder of extras can be left out."""
-    loaded = []
-    for row in rows:
-        with suppress(ConfigError):
-            loaded.append(load_row(row, "dali-train"))
-    return loaded
+@dataclass(frozen=True)
+class Extra(Generic[T]):
+    """What a run may do without: the core imports it only where it is asked for, so its module can be left out.
 
-
-def load_row(row: str, user: str) -> Any:
-    """Import what a table's `row` names as ``package.module:name``.
-
-    What a run may do without hangs on by such a row: the core imports it only where it is asked for.
-
-    Args:
-        user: what asks for it, such as a setting, for the message.
-
-    Raises:
-        ConfigError: the module is not part of this installation.
+    T is the type of what `name` stands for; a test compares the two.
     """
-    module = row.partition(":")[0]
-    try:
-        return resolve_name(row)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
-        raise ConfigError(f"{user} needs {module}, which is not installed: install dali-train with it") from None
+
+    name: str  # package.module:name, or a module
+    user: str = "dali-train"  # what asks for it, such as a setting, for the message
+
+    def load(self) -> T:
+        """Import it. Raises ConfigError: the module is not part of this installation."""
+        module = self.name.partition(":")[0]
+        try:
+            found: T = resolve_name(self.name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module is there, and something that it imports is not
+            raise ConfigError(
+                f"{self.user} needs {module}, which is not installed: install dali-train with it"
+            ) from None
+        return found
+
+
+def load_all(extras: Iterable[Extra[T]]) -> list[T]:
+    """Import those extras whose modules are part of this installation."""
+    loaded = []
+    for extra in extras:
+        with suppress(ConfigError):
+            loaded.append(extra.load())
+    return loaded

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dali_train.config import HooksConfig
-from dali_train.config.check import load_rows, lookup
+from dali_train.config.check import Extra, load_all, lookup
 from dali_train.errors import ConfigError
 from dali_train.files import NO_SPACE
 from dali_train.hooks import Hook, HookUnavailableError
@@ -159,19 +159,19 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"measure() returns {name} = {shown}: return one number for each name") from None
 
 
-EXTRA_HOOKS = [
-    "dali_train.extras.diagnostics:make_hooks",
-    "dali_train.extras.inspection:make_hooks",
-    "dali_train.extras.ledger:make_hooks",
-    "dali_train.extras.pictures.predictions:make_hooks",
-    "dali_train.extras.report.page:make_hooks",
+EXTRA_HOOKS: list[Extra[Callable[[HooksConfig, Layout], Sequence[Hook]]]] = [
+    Extra("dali_train.extras.diagnostics:make_hooks"),
+    Extra("dali_train.extras.inspection:make_hooks"),
+    Extra("dali_train.extras.ledger:make_hooks"),
+    Extra("dali_train.extras.pictures.predictions:make_hooks"),
+    Extra("dali_train.extras.report.page:make_hooks"),
 ]
-"""Functions of (settings, layout), each of which returns hooks of this rank that are not part of the core."""
+"""Each returns hooks of this rank that are not part of the core."""
 
-TRACKERS: dict[str, Callable[[], Hook] | str] = {
-    "tensorboard": "dali_train.extras.trackers:TensorBoard",
-    "wandb": "dali_train.extras.trackers:WandB",
-    "mlflow": "dali_train.extras.trackers:MLflow",
+TRACKERS: dict[str, Callable[[], Hook] | Extra[Callable[[], Hook]]] = {
+    "tensorboard": Extra("dali_train.extras.trackers:TensorBoard", "hooks.trackers tensorboard"),
+    "wandb": Extra("dali_train.extras.trackers:WandB", "hooks.trackers wandb"),
+    "mlflow": Extra("dali_train.extras.trackers:MLflow", "hooks.trackers mlflow"),
 }
 """By their names in hooks.trackers. A config file can add a row."""
 
@@ -186,7 +186,7 @@ def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
     hooks: list[Hook] = [RunLogs(), Console()]
     if layout.rank == 0:
         hooks.append(MetricsFile())
-    for make in load_rows(EXTRA_HOOKS):
+    for make in load_all(EXTRA_HOOKS):
         hooks += make(config, layout)
     if layout.rank == 0:
         hooks += trackers

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dali_train.config import TensorConfig
-from dali_train.config.check import lookup
+from dali_train.config.check import Extra
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import Shardwise
 
@@ -184,12 +184,16 @@ def _shard_along_one_dimension(block: Any, mesh: DeviceMesh, *, sequence_paralle
         parameter.requires_grad_(trained[name])
 
 
-GRIDS = {mode: f"dali_train.extras.tensor_grids:GRID_{mode.upper().replace('.', '_')}" for mode in ("2d", "2.5d", "3d")}
+GRIDS: dict[str, Extra[Any]] = {
+    "2d": Extra("dali_train.extras.tensor_grids:GRID_2D", "parallel.tensor.mode 2d"),
+    "2.5d": Extra("dali_train.extras.tensor_grids:GRID_2_5D", "parallel.tensor.mode 2.5d"),
+    "3d": Extra("dali_train.extras.tensor_grids:GRID_3D", "parallel.tensor.mode 3d"),
+}
 
 
 def grid_layout(tensor: TensorConfig) -> Any:
     """Return the `GridLayout` of a mode with several dimensions; None for 1d."""
-    return None if tensor.mode == "1d" else lookup(GRIDS, "parallel.tensor.mode", tensor.mode)
+    return None if tensor.mode == "1d" else GRIDS[tensor.mode].load()
 
 
 def tensor_parallel(models: Sequence[nn.Module], mesh: DeviceMesh, tensor: TensorConfig) -> None:

@@ -6,6 +6,7 @@ The caller restores a checkpoint into the trainer; this package knows nothing of
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dali_train.config import Config, ParallelConfig
-from dali_train.config.check import load_row
+from dali_train.config import Config, DataConfig, ParallelConfig
+from dali_train.config.check import Extra
 from dali_train.data.dataset.index import Split, open_split, read_labels
 from dali_train.data.dataset.manifest import Manifest, SplitName
 from dali_train.data.dataset.storage import DatasetLocation, storage_of
@@ -28,7 +29,7 @@ from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
 from dali_train.training.invariant import RunningStatistics, choose_seeding, drops, seed_each_block
-from dali_train.training.loss import TrainingClasses, loss_of, losses_of_several, make_objective
+from dali_train.training.loss import SEVERAL_LABELS, TrainingClasses, loss_of, losses_of_several, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.optim import (
@@ -49,10 +50,18 @@ from dali_train.training.weight_files import Tensors
 logger = logging.getLogger("dali_train")
 
 # What a run may do without, imported where it is asked for.
-LOCAL_COPY = "dali_train.extras.local_copy:copied"
-CHECK_LABELS = "dali_train.extras.several_labels:check_labels"
-EVALUATE_SEVERAL_LABELS = "dali_train.extras.several_labels.evaluation:SeveralLabelsEvaluator"
-AUDIT = "dali_train.extras.proof.audit:make_audit"
+LOCAL_COPY = Extra[Callable[[DataConfig, Launch], DatasetLocation]](
+    "dali_train.extras.local_copy:copied", "data.local_copy"
+)
+CHECK_LABELS = Extra[Callable[[Config, Split], None]](
+    "dali_train.extras.several_labels:check_labels", SEVERAL_LABELS.user
+)
+EVALUATE_SEVERAL_LABELS = Extra[type[Evaluator]](
+    "dali_train.extras.several_labels.evaluation:SeveralLabelsEvaluator", SEVERAL_LABELS.user
+)
+AUDIT = Extra[Callable[..., tuple[StepAudit | None, str]]](
+    "dali_train.extras.proof.audit:make_audit", "run.audit_every_steps"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +152,7 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     is_for_several = config.loss.name in losses_of_several()
     asks_for_several = is_for_several or config.run.best_by == "mean-ap" or config.run.f1_threshold != 0.5
     if asks_for_several or split.label_sets is not None:
-        load_row(CHECK_LABELS, str(split.root))(config, split)
+        CHECK_LABELS.load()(config, split)
     return RunPlan(
         config=config,
         launch=launch,
@@ -166,8 +175,7 @@ def find_dataset(config: Config, launch: Launch) -> DatasetLocation:
     storage_of(config.data)  # report an unknown scheme before looking for its directory
     if config.data.local_copy is None:
         return DatasetLocation(config.data)
-    copy: DatasetLocation = load_row(LOCAL_COPY, "data.local_copy")(config.data, launch)
-    return copy
+    return LOCAL_COPY.load()(config.data, launch)
 
 
 def configure_torch(config: Config, launch: Launch, device: torch.device) -> int:
@@ -211,7 +219,7 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
         split = open_split(plan.dataset.data, "validation")
     kind: type[Evaluator] = Evaluator
     if split.label_sets is not None:
-        kind = load_row(EVALUATE_SEVERAL_LABELS, str(split.root))
+        kind = EVALUATE_SEVERAL_LABELS.load()
     return kind(
         split,
         plan.config,
@@ -334,7 +342,7 @@ def build_trainer(
     audit: StepAudit | None = None
     every = config.run.audit_every_steps
     if every is not None:
-        make_audit = load_row(AUDIT, "run.audit_every_steps")
+        make_audit = AUDIT.load()
         deterministic = config.run.deterministic
         audit, reason = make_audit(model, layout, every, batch.num_micro_batches, device, deterministic=deterministic)
         if audit is None and layout.rank == 0:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,15 +11,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dali_train.config import Config, LossConfig
-from dali_train.config.check import load_row, lookup
+from dali_train.config.check import Extra, lookup
 from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 
 Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Distillation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-DISTILLATION = "dali_train.extras.distillation:Distillation"
-CLASS_WEIGHTS = "dali_train.extras.class_weights:weights_of"
-SEVERAL_LABELS = "dali_train.extras.several_labels.losses:SeveralLabelsLoss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +26,27 @@ class TrainingClasses:
     counts: NDArray[np.int64]  # images of each, (classes,)
     num_images: int
     label_sets: NDArray[np.int32] | None = None  # with several labels an image, see `Split`
+
+
+class LossOfSeveral(Protocol):
+    """The loss for several labels an image, with its weights."""
+
+    def __call__(
+        self, config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def count_correct(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor: ...
+
+
+DISTILLATION = Extra[Callable[[Config, int, torch.device], Distillation]](
+    "dali_train.extras.distillation:Distillation", "loss.distillation"
+)
+CLASS_WEIGHTS = Extra[Callable[[LossConfig, TrainingClasses], dict[str, NDArray[np.float64]]]](
+    "dali_train.extras.class_weights:weights_of", "loss.class_weights"
+)
+SEVERAL_LABELS = Extra[Callable[[Config, TrainingClasses, dict[str, torch.Tensor], torch.device], LossOfSeveral]](
+    "dali_train.extras.several_labels.losses:SeveralLabelsLoss", "a dataset with several labels an image"
+)
 
 
 def mixup_loss(
@@ -149,7 +166,7 @@ class Objective:
         config: LossConfig,
         distillation: Distillation | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
-        several: Any | None = None,
+        several: LossOfSeveral | None = None,
     ) -> None:
         self._config = config
         self._distillation = distillation
@@ -197,15 +214,15 @@ def make_objective(
     weights = {}
     if config.loss.weights_classes:
         assert classes is not None, "loss.class_weights needs the training images of each class"
-        by_name = load_row(CLASS_WEIGHTS, "loss.class_weights")(config.loss, classes)
+        by_name = CLASS_WEIGHTS.load()(config.loss, classes)
         weights = {name: torch.from_numpy(values).to(device, torch.float32) for name, values in by_name.items()}
     if classes is not None and classes.label_sets is not None:
-        return Objective(config.loss, several=load_row(SEVERAL_LABELS, "the dataset")(config, classes, weights, device))
+        return Objective(config.loss, several=SEVERAL_LABELS.load()(config, classes, weights, device))
     if config.loss.distillation == "none":
         return Objective(config.loss, weights=weights)
     if hasattr(model, "set_distilled_training"):
         model.set_distilled_training(True)
-    distillation = load_row(DISTILLATION, "loss.distillation")(config, num_classes, device)
+    distillation = DISTILLATION.load()(config, num_classes, device)
     return Objective(config.loss, distillation, weights)
 
 

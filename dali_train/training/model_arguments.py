@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from dali_train.config.check import close_names, load_rows
+from dali_train.config.check import Extra, close_names, load_all
 from dali_train.errors import ConfigError
 from dali_train.text import printable, shortened
 
@@ -35,13 +35,13 @@ _LARGEST_MULTIPLIER = 10  # of EfficientNet's depth or width, 5.3 in the largest
 _MAX_MODULES = 3_000  # timm's deepest models have 2,000
 
 
-EXTRA_MODELS = "dali_train.extras.models"
+EXTRA_MODELS = Extra[object]("dali_train.extras.models")
 """A module that registers models with timm when it is imported."""
 
 
 def is_model(name: str) -> bool:
     """Return whether timm has a model of that name: one of its own, of extras, or one that a config file registered."""
-    load_rows([EXTRA_MODELS])  # in any case: a model of a config file may be built on one of them
+    load_all([EXTRA_MODELS])  # in any case: a model of a config file may be built on one of them
     return timm.is_model(name)
 
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dali_train.config.check import load_row
+from dali_train.config.check import Extra
 from dali_train.data.dataset.manifest import CLASS_ORDERS, split_word
 from dali_train.errors import DatasetError
 
@@ -32,7 +32,7 @@ _TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
 STATE_DIRECTORY = ".conversion"
 """In a dataset that is being converted."""
 
-DOWNLOAD = "dali_train.extras.formats.download:download"
+DOWNLOAD = Extra[Callable[..., None]]("dali_train.extras.formats.download:download", "--download")
 
 Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
 SOURCE: Arguments = {"--source": {"type": Path, "metavar": "PATH", "help": "the published files"}}
@@ -145,8 +145,7 @@ def load_sources(options: Namespace) -> "Sources":
     if converter.download is not None:
         if options.download:
             options.source = options.source or options.out / DOWNLOAD_DIRECTORY
-            fetch = load_row(DOWNLOAD, "--download")
-            fetch(converter.download, options.source, mirror=options.mirror)
+            DOWNLOAD.load()(converter.download, options.source, mirror=options.mirror)
         if options.source is None:
             raise DatasetError("name the published files with --source, or let --download fetch them")
     try:
@@ -160,18 +159,12 @@ def _in(module: str) -> Any:
     return import_module(f"{__package__}.{module}")
 
 
-def _listed_by(row: str) -> Callable[..., "Sources"]:
-    """Return a function of (options, where it lies) that is imported when it is called."""
-    return lambda *arguments: load_row(row, "data")(*arguments)
+def _in_extras(name: str, *arguments: Any, **options: Any) -> "Sources":
+    """Call a function of extras/formats, which is imported then."""
+    return Extra[Callable[..., "Sources"]](name, "data convert").load()(*arguments, **options)
 
 
-def _in_extras(row: str, *arguments: Any, **options: Any) -> "Sources":
-    """Call the function that `row` names, in a module of extras/formats."""
-    sources: Sources = load_row(f"dali_train.extras.formats.{row}", "data convert")(*arguments, **options)
-    return sources
-
-
-_of_several_folders = partial(_in_extras, "shared_files:folders_of_several")
+_of_several_folders = partial(_in_extras, "dali_train.extras.formats.shared_files:folders_of_several")
 
 
 # SHA-256 sums of the official files as several public repositories quote them.
@@ -179,7 +172,11 @@ DATASETS: dict[str, Converter] = {
     "imagenet": Converter(
         help="ImageNet (ILSVRC 2012) from the official archives, without unpacking them.",
         load=lambda o: _in_extras(
-            "imagenet:imagenet", o.train_archive, o.validation_archive, o.devkit, kept_in=o.out / STATE_DIRECTORY
+            "dali_train.extras.formats.imagenet:imagenet",
+            o.train_archive,
+            o.validation_archive,
+            o.devkit,
+            kept_in=o.out / STATE_DIRECTORY,
         ),
         arguments={
             "--train-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_train.tar"},
@@ -197,7 +194,7 @@ DATASETS: dict[str, Converter] = {
     "imagenet21k": Converter(
         help="ImageNet-21k (winter 2021): a tar per synset, in a directory or in one tar, read in place.",
         load=lambda o: _in_extras(
-            "imagenet:imagenet21k",
+            "dali_train.extras.formats.imagenet:imagenet21k",
             o.source,
             validation_fraction=o.validation_fraction,
             seed=o.seed,
@@ -242,27 +239,27 @@ DATASETS: dict[str, Converter] = {
     ),
     "webdataset": Converter(
         help="WebDataset: tars of KEY.jpg (or png, webp, ...) and KEY.cls, which are read in place.",
-        load=_listed_by("dali_train.extras.formats.containers:webdataset"),
+        load=partial(_in_extras, "dali_train.extras.formats.containers:webdataset"),
         arguments={**_SHARDS, **_label_key("the field of KEY.json that has the label (default: KEY.cls has it)")},
     ),
     "parquet": Converter(
         help="Parquet files of images as on the Hugging Face hub; row groups are unpacked into TMPDIR, or DATASET, "
         "meanwhile. Needs dali-train[parquet].",
-        load=_listed_by("dali_train.extras.formats.containers:parquet"),
+        load=partial(_in_extras, "dali_train.extras.formats.containers:parquet"),
         arguments=_columns("image", "label"),
         files=r"(.*[-_.])?(train|test|val|validation)[-_.].*parquet$",
     ),
     "mds": Converter(
         help="MosaicML Streaming's MDS: directories with index.json and shards, which are read in place; compressed "
         "ones are unpacked into TMPDIR, or DATASET, meanwhile, and need dali-train[parquet].",
-        load=_listed_by("dali_train.extras.formats.containers:mds"),
+        load=partial(_in_extras, "dali_train.extras.formats.containers:mds"),
         arguments=_columns("x or image", "y or label"),
         files=r"shard\.\d+\.mds",
     ),
     "table": Converter(
         help="A table (.csv, .tsv) with a heading, such as file,label: image files below its directory, and labels; "
         "a column split, if there is one, says train, val or test.",
-        load=_listed_by("dali_train.extras.formats.table:table"),
+        load=partial(_in_extras, "dali_train.extras.formats.table:table"),
         arguments={
             "--source": {"type": Path, "required": True, "metavar": "FILE", "help": "the table"},
             **_HELD_OUT,
@@ -280,7 +277,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "cifar10": Converter(
         help="CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",
-        load=lambda o: _in_extras("small:cifar10", o.source),
+        load=lambda o: _in_extras("dali_train.extras.formats.small:cifar10", o.source),
         arguments=SOURCE,
         download=Download(
             address="https://www.cs.toronto.edu/~kriz/",
@@ -290,7 +287,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "mnist": Converter(
         help="MNIST: the directory of the official idx files, gzipped or not.",
-        load=lambda o: _in_extras("small:mnist", o.source),
+        load=lambda o: _in_extras("dali_train.extras.formats.small:mnist", o.source),
         arguments=SOURCE,
         download=Download(
             address="https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -305,7 +302,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "fashion-mnist": Converter(
         help="Fashion-MNIST: the directory of the official idx files, gzipped or not; they are called as MNIST's are.",
-        load=lambda o: _in_extras("small:fashion_mnist", o.source),
+        load=lambda o: _in_extras("dali_train.extras.formats.small:fashion_mnist", o.source),
         arguments=SOURCE,
         download=Download(
             address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
@@ -321,7 +318,7 @@ DATASETS: dict[str, Converter] = {
         help="scikit-learn's 1,797 handwritten digits, enlarged to 32 x 32 pixels. The last fifth of the file, which "
         "is ordered by writer, is the validation split: digits of writers that training never sees, a harder test than "
         "a random split.",
-        load=lambda _: _in_extras("small:digits"),
+        load=lambda _: _in_extras("dali_train.extras.formats.small:digits"),
     ),
 }
 

@@ -29,7 +29,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.config.check import load_row
+from dali_train.config.check import Extra
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
 from dali_train.data.dataset.manifest import SplitName, sets_text
 from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_passed_over
@@ -38,7 +38,7 @@ from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular, write_atomically
 
-GROUPED = "dali_train.extras.grouping:held_out_groups"
+GROUPED = Extra[Callable[..., NDArray[np.bool_]]]("dali_train.extras.grouping:held_out_groups", "--group-by")
 # What numpy and zipfile raise for arrays that are missing, or that a power failure or a bit that flipped has spoilt;
 # RuntimeError is of a flag or a version in zip's headers that zipfile does not know.
 UNREADABLE_ARRAYS = (OSError, ValueError, KeyError, EOFError, BadZipFile, RuntimeError)
@@ -273,7 +273,7 @@ def hold_out(
     if group_by is None:
         chosen = held_out(train.strata, fraction, seed=seed)
     else:
-        chosen = load_row(GROUPED, "--group-by")(train, group_by, fraction, seed=seed)
+        chosen = GROUPED.load()(train, group_by, fraction, seed=seed)
     if len(chosen) and not chosen.any():
         raise SourceError(
             f"--validation-fraction is {fraction} where no class has two images, of which one could be held out: leave "

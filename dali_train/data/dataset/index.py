@@ -9,7 +9,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig, SampleConfig
-from dali_train.config.check import load_row
+from dali_train.config.check import Extra
 from dali_train.config.sections import is_url
 from dali_train.data.dataset.files_in_place import SourceFiles, is_table
 from dali_train.data.dataset.manifest import (
@@ -148,7 +148,7 @@ class Split:
         self.kept = _without(excluded, len(self))
         named = {image: file for image, file in excluded.items() if file}
         if named and reads_images:
-            load_row(CHECK_EXCLUDED, "data.exclude")(self, path, named)
+            CHECK_EXCLUDED.load()(self, path, named)
 
     @property
     def num_classes(self) -> int:
@@ -440,25 +440,28 @@ class Split:
                 )
 
 
-CHECK_EXCLUDED = "dali_train.extras.image_names:check_excluded"
-MIXTURE = "dali_train.extras.mixture:MIXTURE"
+CHECK_EXCLUDED = Extra[Callable[[Split, Path | str, dict[int, str]], None]](
+    "dali_train.extras.image_names:check_excluded", "data.exclude"
+)
 
 
 class Mixture(Protocol):
-    """What stands for a dataset where data.mix is set."""
+    """The module of what stands for a dataset where data.mix is set."""
 
-    def open(self, data: DataConfig, name: SplitName, *, local: bool) -> Split: ...
+    def open_mixed(self, data: DataConfig, name: SplitName, *, local: bool) -> Split: ...
 
-    def manifest(self, data: DataConfig) -> Manifest: ...
+    def mixed_manifest(self, data: DataConfig) -> Manifest: ...
 
-    def recipe(self, data: DataConfig) -> dict[str, Any]:
+    def describe_uses(self, config: SampleConfig, steps: int) -> list[str]:
+        """Return a line for each dataset: its share, and what `steps` have of it."""
+        ...
+
+    def mixed_recipe(self, data: DataConfig) -> dict[str, Any]:
         """Return the settings of a recipe that say which datasets are mixed, and how."""
         ...
 
 
-def mixture() -> Mixture:
-    row: Mixture = load_row(MIXTURE, "data.mix")
-    return row
+MIXTURE = Extra[Mixture]("dali_train.extras.mixture.dataset", "data.mix")
 
 
 def open_split(data: DataConfig, name: SplitName, *, local: bool = True) -> Split:
@@ -471,7 +474,7 @@ def open_split(data: DataConfig, name: SplitName, *, local: bool = True) -> Spli
         ConfigError, DatasetError: see `Split`; or the datasets of data.mix do not go together.
     """
     if data.mix:
-        return mixture().open(data, name, local=local)
+        return MIXTURE.load().open_mixed(data, name, local=local)
     exclude = data.exclude if name == "train" else None
     return Split(data.root, name, local=local, exclude=exclude)
 
@@ -479,7 +482,7 @@ def open_split(data: DataConfig, name: SplitName, *, local: bool = True) -> Spli
 def read_manifest(data: DataConfig) -> Manifest:
     """Return the manifest of what a run with these settings is trained on. Raises DatasetError: see `Manifest.read`."""
     if data.mix:
-        return mixture().manifest(data)
+        return MIXTURE.load().mixed_manifest(data)
     return Manifest.read(data.root)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from dali_train.config import SampleConfig
 from dali_train.config.check import as_typed
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.index import mixture
+from dali_train.data.dataset.index import MIXTURE
 from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
 from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.files import sha256
@@ -52,7 +52,7 @@ def sample_settings(config: SampleConfig) -> dict[str, Any]:
     if config.data.exclude is not None and Path(config.data.exclude).is_file():
         settings["data.exclude"] = CONTENT + sha256(Path(config.data.exclude))[:16]
     if config.data.mix:
-        settings |= mixture().recipe(config.data)
+        settings |= MIXTURE.load().mixed_recipe(config.data)
     del settings["data.normalise"]  # as numbers, so that it does not matter how they were spelled
     return settings | {"data.mean": list(config.data.mean), "data.std": list(config.data.std), DRAWS: DRAWS_VERSION}
 

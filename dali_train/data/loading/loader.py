@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
-from dali_train.config.check import load_row, require
+from dali_train.config.check import Extra, require
 from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.sample_recipe import changes_between, dataset_fields, sample_settings
@@ -53,8 +53,12 @@ from dali_train.data.loading.read_ahead import micro_batches_of, ordered, read
 from dali_train.data.sampling.micro_batch import MicroBatch, Segment, segment_at, view_configs
 from dali_train.errors import RunError
 
-DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
-SEVERAL_LABELS = "dali_train.extras.several_labels:targets_of"
+DALI_READER = Extra[Callable[..., TrainingPipeline]](
+    "dali_train.extras.dali_reader:DaliReaderPipeline", "data.reader dali"
+)
+SEVERAL_LABELS = Extra[Callable[[Split, torch.device, DataConfig | None], Callable[[torch.Tensor], torch.Tensor]]](
+    "dali_train.extras.several_labels:targets_of", "a dataset with several labels an image"
+)
 AnyPipeline = TypeVar("AnyPipeline", TrainingPipeline, EvaluationPipeline)
 Targets = Literal["classes", "pairs"]
 
@@ -101,7 +105,7 @@ class _Loader(Generic[AnyPipeline]):
         # From labels to rows of all classes, with several labels an image.
         self._multi_hot: Callable[[torch.Tensor], torch.Tensor] | None = None
         if split.label_sets is not None:
-            self._multi_hot = load_row(SEVERAL_LABELS, "the dataset")(split, place.device, data)
+            self._multi_hot = SEVERAL_LABELS.load()(split, place.device, data)
         self._process = os.getpid()
         self._pipeline: AnyPipeline | None = None
 
@@ -451,7 +455,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         data = segment.config.data
         size = segment.config.batch.micro_batch
         if data.reader == "dali":
-            pipeline: TrainingPipeline = load_row(DALI_READER, "data.reader dali")(
+            return DALI_READER.load()(
                 split,
                 chosen or ordered(split, segment),
                 data,
@@ -461,7 +465,6 @@ class TrainLoader(_Loader[TrainingPipeline]):
                 start_step=segment.start_step,
                 shard=(segment.dp_rank, segment.dp_size),
             )
-            return pipeline
         if data.reader == "synthetic" or not self._decodes:
             blank = blank_images(segment.config, pixels, self._place.device)
             return SyntheticPipeline(chosen or ordered(split, segment), blank.normal_() if self._decodes else blank[:0])

@@ -14,9 +14,9 @@ from torch import nn
 
 from dali_train.checkpoint.trained_model import check_weights
 from dali_train.config import BatchConfig, Config, DataConfig
-from dali_train.config.check import as_typed, close_names, load_row
+from dali_train.config.check import as_typed, close_names
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.index import kept_images, open_split
+from dali_train.data.dataset.index import MIXTURE, kept_images, open_split
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.extras.class_weights import describe_weights, weights_of
@@ -46,8 +46,6 @@ from dali_train.training.model import (
 from dali_train.training.optim import check_shardwise, make_optimizer, resolved_arguments
 from dali_train.training.pretrained import is_missing_file
 from dali_train.training.schedule import describe_peak, learning_rate
-
-MIXTURE = "dali_train.extras.mixture.dataset:describe_uses"
 
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
 IMAGENET_IMAGE_BYTES = 110e3
@@ -95,7 +93,7 @@ def print_plan(
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
     if config.data.mix and source != NUM_IMAGES:
-        for number, line in enumerate(load_row(MIXTURE, "data.mix")(config, steps)):
+        for number, line in enumerate(MIXTURE.load().describe_uses(config, steps)):
             print(f"{'' if number else 'mixture':<15}{line}")
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for line in _class_weights(config):

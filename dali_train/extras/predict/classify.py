@@ -22,7 +22,7 @@ from torchvision.transforms import functional
 from dali_train.checkpoint.run_directory import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
-from dali_train.config.check import load_row
+from dali_train.config.check import Extra
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, as_png, upright
 from dali_train.data.dataset.image_file import (
     IMAGE_SUFFIXES,
@@ -46,11 +46,15 @@ from dali_train.text import plural, printable
 from dali_train.training.metrics import VIEWS, ClassTables, views_of, weighted_mean
 from dali_train.training.pretrained import image_settings
 
-COMPARE_SEVERAL = "dali_train.extras.several_labels.judged:compare_several"
 _BATCH, _AT_ONCE = 32, 128  # images in a pass through the model, and in memory
 _TILE, _IN_PICTURE = 300, 100  # pixels of an image in a picture, and how many it shows
 Scores = tuple[NDArray[np.int64], NDArray[np.float32]]
 """The classes of each image, most likely first, and their probabilities; both (n, classes)."""
+Decoded = Mapping[str, Iterable[torch.Tensor]]
+"""By the decoder's name all images of a split, in batches as for the model."""
+COMPARE_SEVERAL = Extra[Callable[[TrainedModel, Split, Decoded], tuple[list[str], Scores]]](
+    "dali_train.extras.several_labels.judged:compare_several", "a dataset with several labels an image"
+)
 _TOP, _IN_TABLE = 3, 5  # classes per image that are printed, and that are in a table
 _MOST_HEARD = 1 << 20  # bytes
 
@@ -336,7 +340,7 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
     encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
     with_pil = _with_pil(encoded, [f"image {number}" for number in numbers], data)
     decoded = {"DALI": batches_of(split, data), "PIL": with_pil}
-    compare = _compare if split.label_sets is None else load_row(COMPARE_SEVERAL, str(split.root))
+    compare = _compare if split.label_sets is None else COMPARE_SEVERAL.load()
     lines, scores = compare(trained, split, decoded)
     print("\n".join(lines))
     names = trained.class_names
@@ -347,9 +351,7 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
         print(table)
 
 
-def _compare(
-    trained: TrainedModel, split: Split, decoded: Mapping[str, Iterable[torch.Tensor]]
-) -> tuple[list[str], Scores]:
+def _compare(trained: TrainedModel, split: Split, decoded: Decoded) -> tuple[list[str], Scores]:
     """Return lines on the accuracy with both decoders, and the scores with the first."""
     labels, names = split.rows["label"].astype(np.int64), trained.class_names
     scores = [_classify(trained.model, batches, trained.config.data, keep=_IN_TABLE) for batches in decoded.values()]

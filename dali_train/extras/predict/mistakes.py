@@ -1,8 +1,9 @@
 """``dali-train predict RUN --mistakes FILE``: the validation images that a model gets most wrong, as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from dali_train.checkpoint.run_directory import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
-from dali_train.config.check import load_row
+from dali_train.config.check import Extra
 from dali_train.data.dataset.index import Split, open_split
 from dali_train.extras.image_names import file_names
 from dali_train.extras.pictures.predictions import thumbnails
@@ -19,14 +20,34 @@ from dali_train.extras.predict.classify import batches_of, logits
 from dali_train.text import aligned, printable
 from dali_train.training.metrics import MAX_SCORES, ClassTables
 
-JUDGE_SEVERAL = "dali_train.extras.several_labels.judged:judge_several"
 _SHOWN = 5
 _TILE = 224  # pixels
 
 
+class Judgement(Protocol):
+    """What a model says of all images of a split."""
+
+    def worst(self, count: int) -> NDArray[np.int64]:
+        """Return the numbers of the most wrong images, at most `count`."""
+        ...
+
+    def describe(self, names: Sequence[str]) -> list[str]:
+        """Return lines on the accuracy."""
+        ...
+
+    def captions(self, image: int, names: Sequence[str]) -> tuple[str, str]:
+        """Return what the image is, and what the model takes it for."""
+        ...
+
+
+JUDGE_SEVERAL = Extra[Callable[[TrainedModel, Split], Judgement]](
+    "dali_train.extras.several_labels.judged:judge_several", "a dataset with several labels an image"
+)
+
+
 @dataclass(frozen=True)
 class _Judged:
-    """What a model says of all images of a split; arrays are (images,)."""
+    """Of one label an image; arrays are (images,)."""
 
     labels: NDArray[np.int64]
     predictions: NDArray[np.int64]
@@ -75,7 +96,7 @@ def show_mistakes(run: Path | str, picture: Path, checkpoint: str | None, weight
     with local_run(run, checkpoint) as run_dir:
         trained = load_trained(run_dir, checkpoint, weights)
     split = open_split(trained.config.data, "validation")
-    judge = _judge if split.label_sets is None else load_row(JUDGE_SEVERAL, str(split.root))
+    judge = _judge if split.label_sets is None else JUDGE_SEVERAL.load()
     judged = judge(trained, split)
     names = [printable(name) for name in trained.class_names]
     print("\n".join(judged.describe(names)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from dali_train.checkpoint.run_directory import LIBRARIES
 from dali_train.config import HooksConfig
-from dali_train.config.check import load_row
+from dali_train.data.dataset.index import MIXTURE
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.report.charts import ALL_FIELDS, PHASE_NAMES, STEP_FIELDS, Chart, chart_data, sections
 from dali_train.extras.report.runs import ReportedRun, by_dataset, differences, find_runs, load_run
@@ -30,7 +30,6 @@ from dali_train.training.schedule import describe_peak
 
 # ------------------------------------------------------------------------------------------------ pieces of HTML
 
-MIXTURE = "dali_train.extras.mixture.dataset:describe_uses"
 _LARGEST_PICTURE = 20_000_000  # bytes; a run's have at most 3 MB
 
 
@@ -300,7 +299,7 @@ def _data(run: ReportedRun) -> str:
     if not data.mix:
         return data.root
     with suppress(ConfigError, DatasetError, OSError):
-        return "; ".join(load_row(MIXTURE, "data.mix")(run.config, run.events[-1]["step"]))
+        return "; ".join(MIXTURE.load().describe_uses(run.config, run.events[-1]["step"]))
     return "; ".join(f"{name}: {root}" for name, root, _ in data.mix)
 
 

@@ -1,6 +1,6 @@
 """What ``dali-train predict`` says of a validation split with several labels an image."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,20 +9,14 @@ from numpy.typing import NDArray
 
 from dali_train.checkpoint.trained_model import TrainedModel
 from dali_train.data.dataset.index import Split
-from dali_train.extras.predict.classify import Scores, batches_of, logits
+from dali_train.extras.predict.classify import Decoded, Scores, batches_of, logits
 from dali_train.extras.several_labels.evaluation import average_precisions, classes_of, lowest_precisions
 from dali_train.text import aligned
 from dali_train.training.metrics import MAX_SCORES
 
 
-def compare_several(
-    trained: TrainedModel, split: Split, decoded: Mapping[str, Iterable[torch.Tensor]]
-) -> tuple[list[str], Scores]:
-    """Return lines on the mean average precision with each of two decoders, and the scores with the first.
-
-    Args:
-        decoded: by the decoder's name all images of `split`, in batches as for the model.
-    """
+def compare_several(trained: TrainedModel, split: Split, decoded: Decoded) -> tuple[list[str], Scores]:
+    """Return lines on the mean average precision with each of two decoders, and the scores with the first."""
     own = classes_of(split)
     scores = {name: _logits(trained, batches) for name, batches in decoded.items()}
     precisions = {name: average_precisions(values, own) for name, values in scores.items()}

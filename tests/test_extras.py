@@ -1,0 +1,89 @@
+"""What the core names of extras in words: it is there, and of the type by which the core uses it."""
+
+from typing import Any, TypeVar
+
+import pytest
+
+from dali_train import cli
+from dali_train.checkpoint import run_directory
+from dali_train.commands import arguments, data, train
+from dali_train.config.check import Extra
+from dali_train.data.convert import datasets, sources
+from dali_train.data.dataset import index
+from dali_train.data.loading import loader
+from dali_train.extras import (
+    class_weights,
+    completion,
+    dali_reader,
+    distillation,
+    grouping,
+    image_names,
+    local_copy,
+    local_launch,
+    mirror,
+    num_processes,
+    several_labels,
+    tensor_grids,
+    trackers,
+)
+from dali_train.extras.formats import download
+from dali_train.extras.mixture import dataset as mixture
+from dali_train.extras.plan import auto_micro_batch
+from dali_train.extras.predict import classify, mistakes
+from dali_train.extras.proof import audit
+from dali_train.extras.several_labels import evaluation, judged, losses
+from dali_train.hooks import hook_list
+from dali_train.parallel import tensor
+from dali_train.training import build, loss
+
+T = TypeVar("T")
+
+
+def pair(extra: Extra[T], found: T) -> tuple[Extra[T], T]:
+    """Return both; mypy checks that `found` has the type that the core expects."""
+    return extra, found
+
+
+EXTRAS: list[tuple[Extra[Any], Any]] = [
+    pair(run_directory.MIRRORED_RUN, mirror.downloaded),
+    pair(train.MIRROR, mirror.mirrored),
+    pair(train.FASTEST_NUMBER, num_processes.fastest_number),
+    pair(train.LOCAL_LAUNCH, local_launch.launch_locally),
+    pair(cli.COMPLETION, completion.answer_completion),
+    pair(arguments.COMPLETED_SETTINGS, completion.add_settings_to_complete),
+    pair(arguments.AUTO_MICRO_BATCH, auto_micro_batch.choose),
+    pair(datasets.DOWNLOAD, download.download),
+    pair(sources.GROUPED, grouping.held_out_groups),
+    pair(index.CHECK_EXCLUDED, image_names.check_excluded),
+    pair(index.MIXTURE, mixture),
+    pair(loader.DALI_READER, dali_reader.DaliReaderPipeline),
+    pair(loader.SEVERAL_LABELS, several_labels.targets_of),
+    pair(build.LOCAL_COPY, local_copy.copied),
+    pair(build.CHECK_LABELS, several_labels.check_labels),
+    pair(build.EVALUATE_SEVERAL_LABELS, evaluation.SeveralLabelsEvaluator),
+    pair(build.AUDIT, audit.make_audit),
+    pair(loss.SEVERAL_LABELS, losses.SeveralLabelsLoss),
+    pair(loss.CLASS_WEIGHTS, class_weights.weights_of),
+    pair(loss.DISTILLATION, distillation.Distillation),
+    pair(classify.COMPARE_SEVERAL, judged.compare_several),
+    pair(mistakes.JUDGE_SEVERAL, judged.judge_several),
+    pair(tensor.GRIDS["2d"], tensor_grids.GRID_2D),
+    pair(tensor.GRIDS["2.5d"], tensor_grids.GRID_2_5D),
+    pair(tensor.GRIDS["3d"], tensor_grids.GRID_3D),
+]
+
+
+@pytest.mark.parametrize(("extra", "found"), EXTRAS, ids=[extra.name for extra, _ in EXTRAS])
+def test_a_name_in_the_core_stands_for_what_is_in_extras(extra: Extra[Any], found: object) -> None:
+    assert extra.load() is found
+
+
+def test_tables_of_extras() -> None:
+    for extra in (*cli.EXTRA_COMMANDS, *data.EXTRA_ACTIONS, *hook_list.EXTRA_HOOKS):
+        assert callable(extra.load())
+    assert hook_list.TRACKERS["wandb"] == Extra("dali_train.extras.trackers:WandB", "hooks.trackers wandb")
+    assert [extra.load() for extra in hook_list.TRACKERS.values() if isinstance(extra, Extra)] == [
+        trackers.TensorBoard,
+        trackers.WandB,
+        trackers.MLflow,
+    ]
