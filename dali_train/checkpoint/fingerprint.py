@@ -203,8 +203,7 @@ def library_versions() -> dict[str, str]:
 
 
 def libraries_elsewhere(machines: Iterable[str]) -> list[str]:
-    """Return the libraries of another version than here in descriptions by `machine`, as "Pillow 12.0.0 (here 13.0.0)".
-    Descriptions of earlier versions have some of them only."""
+    """Return the libraries of another version than here in descriptions by `machine`: "Pillow 12.0 (here 13.0)"."""
     here = library_versions()
     found = []
     for part in dict.fromkeys(part for one in machines for part in one.split(", ")):

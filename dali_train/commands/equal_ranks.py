@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from crc32c import crc32c
 
 import dali_train
 from dali_train.checkpoint.fingerprint import library_versions
@@ -21,7 +20,7 @@ from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.config import Config
 from dali_train.data.dataset.index import read_manifest
-from dali_train.data.dataset.manifest import dataset_content, index_path, metadata_directory
+from dali_train.data.dataset.manifest import dataset_content
 from dali_train.data.dataset.sample_recipe import names_content
 from dali_train.errors import ConfigError, UserError
 from dali_train.files import sha256
@@ -108,16 +107,9 @@ def hook_names(hooks: Sequence[Callable[[], Any]]) -> list[str]:
 def _files(config: Config, checkpoint: Path | None) -> dict[str, str]:
     """Return digests of the files that the config names. Raises UserError, OSError: one cannot be read."""
     manifest = read_manifest(config.data)
-    root = metadata_directory(config.data.root)
-    # Datasets of older versions do not have the index's checksum in dataset.json.
-    indexes = [
-        f"{crc32c(index_path(root, name).read_bytes())}"
-        for name, split in manifest.splits.items()
-        if split.index_crc32c is None
-    ]
     recipe = recipe_settings(config)
     digests = {
-        "the dataset": " ".join([dataset_content(manifest), *indexes]),
+        "the dataset": dataset_content(manifest),
         "the classes": names_content(manifest.class_names),
         **{name: value for name, value in recipe.items() if name.partition(" ")[0] in _CONTENTS},
     }

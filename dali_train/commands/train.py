@@ -141,14 +141,10 @@ class Run:
         config = self.plan.config
         history = self.progress.accuracies
         patience = config.hooks.stop_early
-        every = config.run.eval_every_epochs
-        if patience is None or every is None or not history:
+        if patience is None or not history:
             return False
         best = history.index(max(history))
         steps = sorted(map(int, self.progress.evaluations))
-        if len(steps) < len(history):  # an earlier version evaluated first, and recorded no steps
-            evaluations_since = len(history) - 1 - best
-            return evaluations_since * every >= patience
         # Steps, not evaluations: there is one more where run.max_steps ended a part of the run. The steps between two
         # evaluations are rounded up or down.
         patience_steps = math.floor(patience * self.plan.num_images / config.batch.global_batch + 1e-9)

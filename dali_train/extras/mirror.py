@@ -821,7 +821,7 @@ def parse_claim(content: bytes, url: str) -> tuple[Holder | None, Checkpoints, s
     try:
         values = read_json(content, _MAX_BYTES, name=f"{url}/{FILE}")
         checkpoints = json_field(values, "checkpoints", dict)
-        unfinished = json_field({"unfinished": []} | values, "unfinished", list)  # older versions had none
+        unfinished = json_field(values, "unfinished", list)
         if json_field(values, "format", int) != _FORMAT:
             raise ForeignFileError(f"its format is not {_FORMAT}")
         if not all(isinstance(name, str) and FOLDER.fullmatch(name) for name in (*checkpoints, *unfinished)):

@@ -117,8 +117,7 @@ def dense_binary_cross_entropy(
     """
     if config.target_threshold is not None:
         soft = (soft > config.target_threshold).to(logits.dtype)
-    # The weight of the positive class is a tensor, filled on the device: a copy from the host might wait. Without one
-    # the arithmetic stays that of earlier versions.
+    # The weight of the positive class is a tensor, filled on the device: a copy from the host might wait.
     if isinstance(config.positive_weight, float | int) and config.positive_weight != 1:
         positive_weights = logits.new_full((), config.positive_weight)
     loss = F.binary_cross_entropy_with_logits(logits, soft, class_weights, pos_weight=positive_weights)

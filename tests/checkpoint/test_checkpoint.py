@@ -529,8 +529,6 @@ def test_each_file_that_decides_a_result_is_noticed(tiny_config: Path, dataset: 
     permuted = recipe(config, Manifest.read(root))
     (change,) = changes_between(recipe(config, Manifest.read(dataset)) | {"dataset": permuted["dataset"]}, permuted)
     assert re.fullmatch(r"class_names class 0, .* \(5 names, .*\w{16}\) -> class 4, class 3, .*\w{16}\)", change)
-    older = {name: value for name, value in permuted.items() if name != "class_names"}
-    assert changes_between(older, permuted) == []
     for file in (root / "index" / "train.npy", root / min(SHARDS)):
         content = file.read_bytes()
         file.write_bytes(content[:-40] + bytes(40) + (b"" if file.suffix else b"more"))

@@ -28,6 +28,7 @@ from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.extras.pictures.sheets import picture
 from tests.conftest import encoded, photograph, write_shard
 from tests.convert.files import EPS, convert, files_of, small_photograph, tool, write_folder
+from tools.bench.generated import accept_index
 
 
 def index(*arguments: object) -> int:
@@ -60,6 +61,9 @@ def test_a_shard_name_is_a_plain_file_name(indexed: Path, name: object) -> None:
         Manifest.read(indexed)
 
 
+FACTS = {"num_records": 1, "index_crc32c": "01234567"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -76,8 +80,9 @@ def test_a_shard_name_is_a_plain_file_name(indexed: Path, name: object) -> None:
         ({"splits": {"../train": {}}}, "splits is {'../train': {}}: use an object with train and/or validation"),
         ({"splits": {}}, "splits are none"),
         ({"splits": {"train": []}}, "splits is {'train': []}: use"),
-        ({"splits": {"train": {"num_records": 6, "shards": [{"name": "a"}]}}}, "num_records is missing"),
-        ({"splits": {"train": {"num_records": 1, "shards": []}}}, "num_records is 1, that of its shards 0"),
+        ({"splits": {"train": {"num_records": 6, "shards": []}}}, "index_crc32c is missing"),
+        ({"splits": {"train": {**FACTS, "shards": [{"name": "a"}]}}}, "num_records is missing"),
+        ({"splits": {"train": {**FACTS, "shards": []}}}, "num_records is 1, that of its shards 0"),
         ({"conversion": 3}, "conversion is 3: use"),
     ],
 )
@@ -115,17 +120,6 @@ def test_manifests_and_indexes_that_are_no_files(indexed: Path, capsys: pytest.C
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_manifests_of_older_versions_are_read(indexed: Path) -> None:
-    path = indexed / "dataset.json"
-    fields = json.loads(path.read_text())
-    for name in ("image_key", "label_key", "encoding"):
-        del fields[name]
-    del fields["splits"]["train"]["index_crc32c"]
-    path.write_text(json.dumps(fields))
-    assert Manifest.read(indexed).splits["train"].index_crc32c is None
-    assert len(Split(indexed, "train")) == 6
-
-
 # The index
 
 
@@ -134,8 +128,7 @@ def test_manifests_of_older_versions_are_read(indexed: Path) -> None:
     [("shard", 7), ("label", 3), ("label", -1), ("offset", 1 << 63), ("size", 1 << 31), ("size", 0), ("width", 0)],
 )
 def test_rows_that_cannot_be(indexed: Path, column: str, value: int) -> None:
-    """As of a dataset without checksums of its index."""
-    path, manifest = indexed / "index" / "train.npy", indexed / "dataset.json"
+    path = indexed / "index" / "train.npy"
     rows = np.load(path)
     rows[column][4] = value
     np.save(path, rows)
@@ -143,7 +136,7 @@ def test_rows_that_cannot_be(indexed: Path, column: str, value: int) -> None:
         DatasetError, match=r"train.npy has CRC32C \w+, dataset.json says \w+: they were not written together"
     ):
         Split(indexed, "train")
-    manifest.write_text(manifest.read_text().replace('"index_crc32c"', '"of_old"'))
+    accept_index(indexed)
     with pytest.raises(
         DatasetError, match=rf"row 4 \(record 4 of a\) has {column} {value}, which cannot be with 3 classes"
     ):
@@ -416,7 +409,7 @@ def test_paths_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_thumbnails_open_only_known_formats(indexed: Path) -> None:
-    """An index that was made by an older version may point at anything."""
+    """An index that was made elsewhere may point at anything."""
     path, rows = indexed / "train" / "a", np.load(indexed / "index" / "train.npy")
     content = bytearray(path.read_bytes())
     start = int(rows["offset"][0])

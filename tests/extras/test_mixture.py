@@ -346,9 +346,9 @@ def test_one_source_with_several_labels_gives_all_of_them_sets(
     assert train.class_counts[names.index("drawing")] == round(9 / 21 * 33 / 2) and (train.class_counts > 0).all() == (
         min(shares) > 0
     )
-    for name in ("train", "validation"):
-        with pytest.raises(ConfigError, match=f"data.mix {', '.join(roots)}: its images have several labels"):
-            open_split(data, name)  # type: ignore[arg-type]
+    for split, split_name in ((train, " + ".join(roots)), (validation, root.name)):
+        with pytest.raises(ConfigError, match=re.escape(f"{split_name}: its images have several labels")):
+            split.require_one_label()
 
 
 def test_a_mixture_with_several_labels_trains(mixed: Config, several: Path, art: Path, train: Train) -> None:

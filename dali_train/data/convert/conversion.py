@@ -537,8 +537,7 @@ def _refuse_other(conversion: Conversion, recorded: Any, path: Path | str) -> No
         raise DatasetError(
             f"{conversion.destination} holds a dataset that was not converted here ({path}): use another --out"
         )
-    # A version without this option kept every image's bytes.
-    differences = _differences({"apply_orientation": False, **recorded}, current)
+    differences = _differences(recorded, current)
     if differences:
         raise DatasetError(
             f"{conversion.destination} holds a conversion with other options or another source ({path}): "
@@ -576,15 +575,11 @@ def _as_given(value: Any) -> Any:
 
 
 def _source_difference(split: SplitName, was: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
-    if was and now and "num_chosen" in was and "validation_fraction" not in was:  # by an older version
-        now = {name: value for name, value in now.items() if name != "validation_fraction"}
     for name in ("validation_fraction", "group_by"):
         before = (was or {}).get(name)
         after = (now or {}).get(name)
         if before != after:
             return f"--{name.replace('_', '-')} was {_as_given(before)}, now {_as_given(after)}"
-    if was and now:
-        now = {name: now.get(name) for name in was}  # an older version may have recorded less
     if was == now:
         return ""
     if was is None or now is None:

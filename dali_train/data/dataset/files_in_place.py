@@ -29,7 +29,7 @@ from dali_train.text import printable
 
 _log = logging.getLogger("dali_train")
 
-UNKNOWN_TIME = -1  # of an object whose ETag is not known: its store has none, or an older version made the index
+UNKNOWN_TIME = -1  # of an object whose ETag is not known: its store has none
 _MOST_CHECKED = 20_000  # files whose sizes and times are compared at the start of a run, in 0.1 s on a local disk
 _MOST_READ = 64  # of those with another time
 _ROWS_AT_ONCE = 1 << 14  # of a table

@@ -117,15 +117,15 @@ class InPlace:
 @dataclass(frozen=True, kw_only=True)
 class SplitManifest:
     num_records: Count
+    index_crc32c: Checksum  # of index/SPLIT.npy
     shards: tuple[Shard, ...] = ()
     image_bytes: Count | None = None  # of all images together, in an index in place
-    index_crc32c: Checksum | None = None  # of index/SPLIT.npy; None in datasets of older versions
     # Of index/SPLIT.crc.npy, which has the CRC32C of every image's bytes; None if it was indexed without reading them.
     image_checksums_crc32c: Checksum | None = None
 
     def __post_init__(self) -> None:
         if self.image_bytes is not None:
-            checked = None not in (self.index_crc32c, self.image_checksums_crc32c)
+            checked = self.image_checksums_crc32c is not None
             require(checked and not self.shards, "image_bytes goes with the checksums of an index, and without shards")
             return
         total = sum(shard.num_records for shard in self.shards)

@@ -16,7 +16,7 @@ from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.files import sha256
 from dali_train.text import plural, printable, shortened
 
-CLASS_NAMES = "class_names"  # recipes of earlier versions lack it
+CLASS_NAMES = "class_names"
 DRAWS = "version of the draws"
 _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
 
@@ -75,8 +75,6 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
     names = sorted(
         name for name in {*saved, *current} if name in current or name not in SETTINGS or SETTINGS[name].in_recipe
     )
-    if CLASS_NAMES in names and not (CLASS_NAMES in saved and CLASS_NAMES in current):
-        names.remove(CLASS_NAMES)
     values = [(name, value_in(saved, name), value_in(current, name)) for name in names]
     return [
         f"{_SETTINGS_OF.get(name, name)} {as_typed(old)} -> {as_typed(new)}" for name, old, new in values if old != new
@@ -91,9 +89,5 @@ def value_in(recipe: dict[str, Any], name: str) -> Any:
 
 def default_in_recipes(name: str) -> Any:
     """Return what a recipe without this name had; "absent" if it has no default."""
-    if name == "model.head_scale":
-        return 1.0  # before it was None
-    if name == DRAWS:
-        return 1  # of recipes that do not say
     default = SETTINGS[name].default if name in SETTINGS else MISSING
     return "absent" if default is MISSING else default

@@ -149,7 +149,7 @@ class Fit:
         if (self._out / "config.json").exists():
             used |= of_training
         for name, value in used.items():
-            if before.get(name, value) != value:  # an earlier version lacks a name
+            if before.get(name) != value:
                 raise ConfigError(
                     f"--out {self._out} was begun with {name} {before.get(name)}, not {value}: undo the change, or "
                     "name another directory with --out"

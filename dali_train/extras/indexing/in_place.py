@@ -112,7 +112,7 @@ def listed_in(path: Path, file: str) -> list[Image | PassedOver]:
         facts, places = json.loads(arrays["facts"].tobytes()), arrays["places"].tolist()
     listed: list[Image | PassedOver] = []
     listed += [Image(file, name, *place) for name, place in zip(facts["names"], places, strict=True)]
-    for place, reason, count in facts.get("passed_over", ()):  # an older version saved none
+    for place, reason, count in facts["passed_over"]:
         listed += [PassedOver(place, reason)] * count
     return listed
 

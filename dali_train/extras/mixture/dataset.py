@@ -246,6 +246,4 @@ def mixed_recipe(data: DataConfig) -> dict[str, Any]:
     for (name, _, weight), manifest in zip(data.mix, read_manifests(data), strict=True):
         fields[f"data.mix {name} (weight)"] = weight
         fields[f"data.mix {name} (dataset)"] = f"{dataset_content(manifest)}, {names_content(manifest.class_names)}"
-    if len(data.mix) > 2:
-        fields["data.mix (order)"] = "PD2"  # absent: that of earlier versions, which was another for three or more
     return fields

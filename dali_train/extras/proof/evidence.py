@@ -60,7 +60,7 @@ class Evidence:
         found.beyond_the_end = [point.source for point in points if point.step > end]
         if not found.points:
             raise ConfigError(
-                f"{run.directory} has no record of its samples, as runs of earlier versions: only runs that a version "
-                "with `prove` began have one"
+                f"{run.directory} has no record of its samples, as no step was logged and no checkpoint saved: train "
+                "it further"
             )
         return found

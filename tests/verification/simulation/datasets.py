@@ -11,7 +11,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.config import Config, DataConfig
+from dali_train.config import Config, DataConfig, SampleConfig
 from dali_train.config.sections import BatchConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from dali_train.data.convert import conversion, shards
 from dali_train.data.convert.conversion import Conversion
@@ -171,10 +171,17 @@ class TrainingSplit:
     shards = (Shard(name="shard", num_records=len(_SIZES), num_bytes=len(_SHARD)),)
     num_bytes = dataset_bytes = len(_SHARD)
     num_images = len(_SIZES)
-    kept, sources, is_on_disk = None, (), False
+    is_on_disk = False
     manifest = SimpleNamespace(
-        splits={"train": SplitManifest(num_records=len(_SIZES), shards=shards, image_checksums_crc32c="0123abcd")}
+        splits={
+            "train": SplitManifest(
+                num_records=len(_SIZES), shards=shards, index_crc32c="01234567", image_checksums_crc32c="0123abcd"
+            )
+        }
     )
+
+    def order(self, config: SampleConfig) -> SampleOrder:
+        return SampleOrder.of(config, _ROWS["label"])
 
 
 _SPLIT: Any = TrainingSplit()
