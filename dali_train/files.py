@@ -28,7 +28,7 @@ _log = logging.getLogger("dali_train")
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # an OSError's errno when a disk, a quota or a limit is full
 
-# An OSError's errno where a file system lacks what others have. docs/where-it-runs.md says which those are.
+# An OSError's errno where a file system lacks what others have. docs/operating.md says what happens then.
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 NO_SYMLINKS = (*_NOT_SUPPORTED, errno.EPERM)  # exFAT and FAT, Google Drive in Colab, buckets that are mounted
 NO_DIRECTORY_FSYNC = _NOT_SUPPORTED  # SMB, 9p

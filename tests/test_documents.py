@@ -71,7 +71,8 @@ def test_timms_arguments_become_a_run(
 
 
 def fine_tuning() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "fine-tune.md").read_text(), flags=re.DOTALL)
+    section = (REPOSITORY / "docs" / "own-images.md").read_text().partition("## Fine-tuning")[2]
+    return re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
 
 
 @pytest.mark.thorough

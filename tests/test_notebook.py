@@ -1,5 +1,5 @@
 """A real notebook in a real kernel: the cells of README and docs/notebook.ipynb on two processes, training in it,
-errors and interrupts in the cell; and the loop in docs/launching.md, for those who write their own."""
+errors and interrupts in the cell; and the loop in docs/operating.md, for those who write their own."""
 
 import json
 import os
@@ -123,7 +123,7 @@ def run_script(rank: int, script: Path) -> None:
 
 def test_the_loop_in_the_documentation(on_two_ranks: Path, tiny_config: Path, tmp_path: Path) -> None:
     """It trains as the trainer does."""
-    text = (REPOSITORY / "docs" / "launching.md").read_text()
+    text = (REPOSITORY / "docs" / "operating.md").read_text()
     loop = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "trainer.step" in block)
     assert len(loop.splitlines()) <= 30
     (tmp_path / "loop.py").write_text(loop.replace("configs/digits.py", str(tiny_config)) + SAVE)

@@ -1,4 +1,4 @@
-"""The fingerprint of a run, by which anyone can check it afterwards: see extras/proof and docs/proving.md. Files and
+"""The fingerprint of a run, by which anyone can check it afterwards: see extras/proof and docs/exactness.md. Files and
 messages call it the run's record.
 
 The fingerprint of the first s steps is two numbers of 128 bits, written as 64 hexadecimal digits. The first is the

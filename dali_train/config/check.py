@@ -142,7 +142,7 @@ def refuse_credentials(name: str, url: str) -> None:
     require(
         not has_credentials(url),
         f"{name} is a URL with a user, a password or a query: leave them out, credentials belong in the environment "
-        "(docs/storage.md)",
+        "(docs/datasets.md)",
     )
 
 

@@ -1,6 +1,6 @@
 """Buckets: S3, Google Cloud Storage, Azure Blob Storage, and read-only HTTP servers, through obstore.
 
-Credentials and endpoints come from the environment, as for each cloud's own tools (docs/storage.md); they are never
+Credentials and endpoints come from the environment, as for each cloud's own tools (docs/datasets.md); they are never
 printed or saved.
 """
 

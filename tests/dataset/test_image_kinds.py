@@ -1,4 +1,4 @@
-"""What every kind of image file becomes in every reader: the table in docs/image-kinds.md, made from these outcomes.
+"""What every kind of image file becomes in every reader: the table in image-kinds.md, made from these outcomes.
 
 python -m tests.dataset.test_image_kinds
 """
@@ -34,7 +34,7 @@ from dali_train.data.loading.pipelines import EvaluationPipeline
 from tests.conftest import REPOSITORY
 from tests.dataset.image_kinds import KINDS, Kind
 
-DOCUMENT = REPOSITORY / "docs" / "image-kinds.md"
+DOCUMENT = REPOSITORY / "tests" / "dataset" / "image-kinds.md"
 NORMALISE = ((0, 0, 0), (255, 255, 255))
 READERS = ("convert", "in place", "evaluation", "predict")
 SIDE = 32  # of evaluated images; as long as the short side of each file

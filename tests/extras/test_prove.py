@@ -399,7 +399,7 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], dict[str, str]]] = {
 
 
 def test_each_row_of_the_documented_table_has_its_tampering() -> None:
-    document = (REPOSITORY / "docs" / "proving.md").read_text().partition("| of a run |")[2].partition("\n\n")[0]
+    document = (REPOSITORY / "docs" / "exactness.md").read_text().partition("| of a run |")[2].partition("\n\n")[0]
     rows = set(re.findall(r"^\| (\w+) \|", document, re.MULTILINE))
     named = {subject for _, expected in TAMPERING.values() for subject in expected}
     assert named == SUBJECTS and rows == named | {"losses", "times"}  # of which `prove` sees nothing

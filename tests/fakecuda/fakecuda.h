@@ -1,4 +1,4 @@
-// A CUDA runtime without a GPU: what its files share. docs/without-a-gpu.md says what it is for.
+// A CUDA runtime without a GPU: what its files share. README.md says what it is for.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-"""The three clouds' object stores, by their emulators: the environment that docs/storage.md names opens them."""
+"""The three clouds' object stores, by their emulators: the environment that docs/datasets.md names opens them."""
 
 import base64
 import hmac

@@ -2,7 +2,7 @@
 under another name, hosts have caches of their own, and a mount may go away.
 
 bindfs shows a directory again; sshfs speaks SFTP with a server of this machine, and keeps attributes for seconds. Each
-mount stands for a host of its own. docs/where-it-runs.md says what cannot be mounted here.
+mount stands for a host of its own. docs/operating.md says what cannot be mounted here.
 """
 
 import shutil

@@ -73,7 +73,7 @@ def _misread_kind(image: Image.Image, encoded: bytes | memoryview) -> str | None
     """Return which kind of its format an image is if DALI does not decode it to PIL's pixels, None if it does.
 
     PIL's pixels are those of convert("RGB"), but for 16 bits, which DALI and a conversion scale. A kind that is not
-    known to be equal, see docs/image-kinds.md, is refused.
+    known to be equal, see tests/dataset/image-kinds.md, is refused.
     """
     find = _MISREAD_KINDS.get(str(image.format))
     return None if find is None else find(image, encoded)

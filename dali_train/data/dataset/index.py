@@ -163,7 +163,7 @@ class Split:
         if self.label_sets is not None:
             raise ConfigError(
                 f"{self.dataset_name}: its images have several labels, and this needs one: use a dataset with one; "
-                "docs/several-labels.md names the commands for several"
+                "docs/own-images.md names the commands for several"
             )
 
     def order(self, config: SampleConfig) -> SampleOrder:

@@ -2,7 +2,7 @@
 
 The record that a run keeps (checkpoint/fingerprint.py) is recomputed from the index, without images, on any machine,
 whatever ranks trained. Weights and accuracies are compared with their recorded digests; replay.py trains a step, or
-evaluates, again. A table in docs/proving.md says what this proves, and what it does not.
+evaluates, again. A table in docs/exactness.md says what this proves, and what it does not.
 """
 
 import math
@@ -45,7 +45,7 @@ LIMITS = (
     "This compares what the run wrote with what its recipe demands, and its files with each other. It does not prove "
     "that losses, gradient norms and weights were computed (--replay STEP trains a step again), that the accuracies "
     "are those of the weights (--replay eval evaluates again), the pixels (data verify), or the times; and nothing is "
-    "signed. docs/proving.md has the table."
+    "signed. docs/exactness.md has the table."
 )
 
 

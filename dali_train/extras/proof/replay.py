@@ -2,7 +2,7 @@
 
 Within one class of machine, loss, gradient norm and weights must be the recorded ones bit for bit. Elsewhere rounding
 differs, and the same steps in float64 decide: what was recorded may be no farther from them than a small multiple of
-what this machine is in the run's own precision (docs/proving.md).
+what this machine is in the run's own precision (docs/exactness.md).
 """
 
 import math
@@ -48,7 +48,7 @@ from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import Trainer
 
 LIMIT = 16.0
-"""The largest accepted distance from the float64 result, in multiples of this machine's own; see docs/proving.md."""
+"""The largest accepted distance from the float64 result, in multiples of this machine's own; see docs/exactness.md."""
 
 Comparison = tuple[str, bool, str]
 """What was compared, whether it agrees, and a few words on it."""
