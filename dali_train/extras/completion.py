@@ -1,6 +1,6 @@
-"""Completion in shells: of commands, settings, choices and recipes.
+"""Completion in bash: of commands, settings, choices and recipes.
 
-``dali-train completion SHELL`` prints a script for the shell (bash, zsh, fish), which runs the program at each Tab with
+``dali-train completion bash`` prints a script for the shell, which runs the program at each Tab with
 ``_ARGCOMPLETE`` in the environment; it then answers instead of running a command.
 """
 
@@ -12,28 +12,21 @@ from dali_train.config.check import alternatives
 from dali_train.config.config import KWARGS, SETTINGS, recipe_names
 from dali_train.runtime.status import FINISHED
 
-SHELLS = ("bash", "zsh", "fish")
-
 
 def add_completion_command(commands: Commands) -> None:
-    summary = "Print a script for your shell that completes commands, settings, choices and recipes."
-    how = "bash, in ~/.bashrc: source <(dali-train completion bash). zsh: dali-train completion zsh >DIR/_dali-train, "
-    how += "with DIR in $fpath. fish: dali-train completion fish >~/.config/fish/completions/dali-train.fish"
+    summary = "Print a script for bash that completes commands, settings, choices and recipes."
+    how = "In ~/.bashrc: source <(dali-train completion bash)"
     command = commands.add_parser("completion", help=summary, description=summary, epilog=how)
     command.set_defaults(run=_completion, parser=command)
-    command.add_argument("shell", choices=SHELLS)
+    command.add_argument("shell", choices=("bash",))
 
 
 def _completion(options: argparse.Namespace, overrides: list[str]) -> int:
     refuse_settings(options, overrides, "takes the name of a shell and nothing else")
-    print_completion_script(options.shell)
-    return FINISHED
-
-
-def print_completion_script(shell: str) -> None:
     import argcomplete
 
-    print(argcomplete.shellcode(["dali-train"], shell=shell))
+    print(argcomplete.shellcode(["dali-train"], shell=options.shell))
+    return FINISHED
 
 
 def answer_completion(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import torch
@@ -19,64 +17,10 @@ from dali_train.parallel.layout import Layout
 logger = logging.getLogger("dali_train")
 
 
-POWERCAP = Path("/sys/class/powercap")
-_LARGEST_PACKAGE_W = 1000.0
-
-
-class ProcessorPower:
-    """The mean power of this host's processors, whatever runs on them, by the energy counters of RAPL, which AMD's have
-    too. Most kernels since 2020 let only root read them.
-
-    Only whole packages count: the zones within them are parts of them, and psys is the machine with them in it. A
-    counter wraps around, after 65 kJ on AMD. A time in which that may happen twice is left out.
-    """
-
-    def __init__(self, directory: Path = POWERCAP, now: float | None = None) -> None:
-        self._ranges: dict[Path, int] = {}  # of each counter that can be read, in microjoules
-        for zone in directory.glob("intel-rapl:*"):
-            with suppress(OSError, ValueError):
-                _microjoules(zone / "energy_uj")
-                if (zone / "name").read_text().startswith("package"):
-                    self._ranges[zone / "energy_uj"] = _microjoules(zone / "max_energy_range_uj")
-        self._longest_s = min(self._ranges.values(), default=0) / 1e6 / _LARGEST_PACKAGE_W
-        self._joules = self._seconds = 0.0
-        self._time = time.perf_counter() if now is None else now
-        self._counts = self._read()
-
-    def sample(self, now: float | None = None) -> None:
-        """Read the counters, unless that was less than a second ago."""
-        now = time.perf_counter() if now is None else now
-        seconds = now - self._time
-        if not self._ranges or seconds < 1:
-            return
-        counts = self._read()
-        if seconds < self._longest_s:
-            used = ((counts[path] - self._counts[path]) % span for path, span in self._ranges.items())
-            self._joules += sum(used) / 1e6
-            self._seconds += seconds
-        self._time = now
-        self._counts = counts
-
-    def mean_w(self) -> float | None:
-        """Return the mean since the last call, in watts; None: not known."""
-        mean = self._joules / self._seconds if self._seconds else None
-        self._joules = self._seconds = 0.0
-        return mean
-
-    def _read(self) -> dict[Path, int]:
-        return {path: _microjoules(path) for path in self._ranges}
-
-
-def _microjoules(path: Path) -> int:
-    return int(path.read_text())
-
-
 class SystemFacts(Hook):
-    """Measures memory, disk reads, the power of the processors, and the state of this rank's GPU as reported by NVML
-    through torch."""
+    """Measures memory, disk reads, and the state of this rank's GPU as reported by NVML through torch."""
 
     def start(self, record: RunStart) -> None:
-        self._processors = ProcessorPower()
         self._process = psutil.Process()
         self._last_read = self._read_bytes()
         self._last_time = time.perf_counter()
@@ -104,11 +48,7 @@ class SystemFacts(Hook):
                 else:
                     self._gpu[name] = read
 
-    def step(self, record: StepRecord) -> None:
-        self._processors.sample()
-
     def measure(self) -> Mapping[str, float]:
-        power_w = self._processors.mean_w()
         now, read = time.perf_counter(), self._read_bytes()
         rate = (read - self._last_read) / (now - self._last_time)
         self._last_time, self._last_read = now, read
@@ -119,7 +59,6 @@ class SystemFacts(Hook):
             "process_memory_gb": (own.rss - own.shared) / 1e9,
             "host_memory_gb": (memory.total - memory.available) / 1e9,
             "disk_read_mb_per_s": rate / 1e6,
-            **({} if power_w is None else {"cpu_power_w": power_w}),
             **{name: value() for name, value in self._gpu.items()},
         }
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -246,30 +245,22 @@ COMPLETIONS = {
     "dali-train eval --config rsb": "rsb-a1 rsb-a2 rsb-a3",
     "dali-train data convert im": "imagenet imagenet21k",
 }
-TAB = {
-    "bash": """
-        source <(dali-train completion bash)
-        COMP_LINE=$LINE COMP_POINT=${#LINE} COMP_WORDS=($LINE) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMP_TYPE=9
-        $(complete -p dali-train | sed 's/.*-F \\([^ ]*\\).*/\\1/') dali-train
-        echo "${COMPREPLY[@]}"
-    """,
-    "fish": 'source (dali-train completion fish | psub); complete -C "$LINE"',
-    "zsh": "dali-train completion zsh | zsh -n && echo no syntax error",  # completes at a terminal alone
-}
+TAB = """
+    source <(dali-train completion bash)
+    COMP_LINE=$LINE COMP_POINT=${#LINE} COMP_WORDS=($LINE) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMP_TYPE=9
+    $(complete -p dali-train | sed 's/.*-F \\([^ ]*\\).*/\\1/') dali-train
+    echo "${COMPREPLY[@]}"
+"""
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("shell", TAB)
-def test_completion(shell: str, tmp_path: Path) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+def test_completion(tmp_path: Path) -> None:
     program = tmp_path / "dali-train"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m dali_train "$@"\n')
     program.chmod(0o755)
-    for line, expected in COMPLETIONS.items() if shell != "zsh" else {"": "no syntax error"}.items():
+    for line, expected in COMPLETIONS.items():
         environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LINE": line}
         printed = subprocess.run(
-            [shell, "-c", TAB[shell]], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+            ["bash", "-c", TAB], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
         )
-        words = " ".join(line.partition("\t")[0] for line in printed.stdout.splitlines())  # fish: and what they mean
-        assert sorted(words.split()) == sorted(expected.split()), printed.stderr
+        assert sorted(printed.stdout.split()) == sorted(expected.split()), printed.stderr

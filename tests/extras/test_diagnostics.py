@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dali_train.config import OptimizerConfig
-from dali_train.extras.diagnostics import HISTORY, Health, ProcessorPower, SystemFacts
+from dali_train.extras.diagnostics import HISTORY, Health, SystemFacts
 from dali_train.hooks import RunStart, StepRecord, TrainRecord
 
 
@@ -58,36 +58,6 @@ def test_health_warns(
         health.step(record(300, **{"skipped_steps": 3, **last}))
     assert len(caplog.records) == (message is not None)
     assert message is None or message in caplog.text
-
-
-def test_power_of_the_processors(tmp_path: Path) -> None:
-    """Of both packages, by counters that wrap around: not of the zones in them, nor of the machine, which has them."""
-    names = {"0": "package-0", "0:0": "core", "1": "package-1", "2": "psys"}
-    for number, name in names.items():
-        zone = tmp_path / f"intel-rapl:{number}"
-        zone.mkdir()
-        for file, content in (("name", name), ("energy_uj", 64_000_000_000), ("max_energy_range_uj", 65_000_000_000)):
-            (zone / file).write_text(f"{content}\n")
-    (tmp_path / "intel-rapl:3").mkdir()  # as where nothing can be read
-    counter, other = (tmp_path / f"intel-rapl:{number}" / "energy_uj" for number in (0, 1))
-    power = ProcessorPower(tmp_path, now=0.0)
-    assert power.mean_w() is None
-    counter.write_text("64500000000\n")  # 500 J
-    power.sample(now=10.0)
-    counter.write_text("500000000\n")  # 1,000 J more
-    other.write_text("64300000000\n")
-    power.sample(now=10.5)  # too soon
-    power.sample(now=20.0)
-    assert power.mean_w() == (500 + 1000 + 300) / 20
-    counter.write_text("600000000\n")
-    power.sample(now=120.0)  # a counter may have wrapped around more than once
-    assert power.mean_w() is None
-    counter.write_text("700000000\n")
-    power.sample(now=121.0)
-    assert power.mean_w() == 100
-    nothing = ProcessorPower(tmp_path / "nowhere", now=0.0)
-    nothing.sample(now=10.0)
-    assert nothing.mean_w() is None
 
 
 def test_mapped_shards_are_not_the_processs_memory(tmp_path: Path) -> None:

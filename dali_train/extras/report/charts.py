@@ -120,7 +120,6 @@ SECTIONS = {
         Chart(title="Read from disk", fields={"train/disk_read_mb_per_s": "rank 0"}, unit="MB/s", from_zero=True),
         Chart(title="GPU utilisation", fields={"train/gpu_utilisation": "busy"}, percent=True),
         Chart(title="GPU power", fields={"train/gpu_power_w": "power"}, unit="W"),
-        Chart(title="Processors' power", fields={"train/cpu_power_w": "rank 0's host"}, unit="W"),
         Chart(title="GPU clock", fields={"train/gpu_clock_mhz": "clock"}, unit="MHz"),
         Chart(title="GPU temperature", fields={"train/gpu_temperature_c": "temperature"}, unit="°C"),
     ),

@@ -274,23 +274,15 @@ def _facts(run: ReportedRun) -> dict[str, str]:
 
 
 def _energy(run: ReportedRun) -> dict[str, str]:
-    """Return the energy of a run's GPUs and processors as a fact; nothing where the power of neither is known."""
-    ranks = int(run.environment.get("world_size", 1))
-    hosts = -(-ranks // max(1, run.environment.get("ranks_on_host", ranks)))
-    total_w = 0.0
-    parts = []
-    if (gpu_w := run.median("gpu_power_w")) is not None:
-        total_w += gpu_w * ranks
-        parts.append(f"by NVML the GPU draws {gpu_w:,.0f} W{f', if all {ranks} do as that of rank 0' * (ranks > 1)}")
-    if (cpu_w := run.median("cpu_power_w")) is not None:
-        total_w += cpu_w * hosts
-        others = f", if all {hosts} hosts do as that of rank 0" * (hosts > 1)
-        parts.append(f"by RAPL the processors draw {cpu_w:,.0f} W, with whatever else runs there{others}")
-    if not parts:
+    """Return the energy of a run's GPUs as a fact; nothing where their power is not known."""
+    gpu_w = run.median("gpu_power_w")
+    if gpu_w is None:
         return {}
-    kilowatt_hours = total_w * sum(run.phase_seconds().values()) / 3.6e6
-    without = "the rest of the hosts" if cpu_w is not None else "the hosts"
-    return {"energy": f"about {kilowatt_hours:,.3g} kWh: {'; '.join(parts)}; medians, without {without}"}
+    ranks = int(run.environment.get("world_size", 1))
+    kilowatt_hours = gpu_w * ranks * sum(run.phase_seconds().values()) / 3.6e6
+    others = f", if all {ranks} do as that of rank 0" if ranks > 1 else ""
+    text = f"about {kilowatt_hours:,.3g} kWh: by NVML the GPU draws {gpu_w:,.0f} W{others}"
+    return {"energy": f"{text}; median, without the hosts"}
 
 
 def _data(run: ReportedRun) -> str:
