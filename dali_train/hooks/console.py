@@ -242,7 +242,7 @@ class Console(Hook):
             ranks += f" ({record.launch.launcher})"
         accumulated = f"{batch.describe_accumulation(layout.data_size)} accumulated"
         idle = layout.describe_idle(batch.num_micro_batches)
-        where = " + ".join(root for _, root, _ in config.data.mix) or config.data.root
+        where = " + ".join(config.data.roots)
         lines = {
             "model": f"{config.model.name}, {config.precision.dtype} on {device_name(record.device)}",
             "data": f"{where}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}",
