@@ -80,7 +80,8 @@ $(VENV)/.installed: pyproject.toml
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-EXAMPLES := $(wildcard examples/*/requirements.txt)
+# Without Ray: its test starts a cluster and takes one to two minutes of two idle cores.
+EXAMPLES := $(filter-out examples/ray/%,$(wildcard examples/*/requirements.txt))
 
 $(VENV)/.thorough: $(VENV)/.installed $(EXAMPLES)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[thorough]' $(addprefix --requirement ,$(EXAMPLES))

@@ -66,27 +66,6 @@ def _is_observed() -> bool:
     return any(tool is not None for tool in tools)
 
 
-@contextmanager
-def needing(package: str, *, extra: str, module: str) -> Iterator[None]:
-    """Name the extra to install if an import in this context does not find `package`.
-
-    Args:
-        extra: the extra of this package, which the importing module ``dali_train.extras.EXTRA`` is named after.
-        module: ``__name__`` of the importing module; ``__main__`` ends the process with status 2.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        message = f"dali_train.extras.{extra} needs {package} ({error}): pip install 'dali-train[{extra}]'"
-        if module != "__main__":
-            raise ImportError(message) from error
-        print(message, file=sys.stderr)
-        raise SystemExit(2) from None
-
-
 def choose_device(name: str, launch: Launch) -> "torch.device":
     """Return the device of this process's model, by its name in `run.device`.
 

@@ -27,7 +27,7 @@ from dali_train import cli, extras
 
 def import_all(package):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not module.name.endswith((".__main__", ".workflow", ".ray")):  # the latter need Flyte and Ray
+        if not module.name.endswith(".__main__"):
             importlib.import_module(module.name)
 
 import_all(dali_train)

@@ -1,4 +1,4 @@
-"""The datasets that can be converted: one row each in `DATASETS`. The `convert` parser, its help, the workflow and the
+"""The datasets that can be converted: one row each in `DATASETS`. The `convert` parser, its help and the
 advice for unconverted directories are all generated from it.
 
 To add one, write a function and its row, here or in a file of your own before it calls `dali_train.cli.main`::
@@ -124,11 +124,6 @@ class Converter:
     own, while published results were trained on the bytes as published."""
     command: str = "--source ROOT"
     """The options that convert the directory ROOT that holds such `files`."""
-
-    @property
-    def unattended(self) -> list[str] | None:
-        """Options that need no files from the user, or None if there are none."""
-        return ["--download"] if self.download else None if self.arguments else []
 
 
 def load_sources(options: Namespace) -> "Sources":

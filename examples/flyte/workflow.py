@@ -1,13 +1,12 @@
 """A dataset and a training as Flyte tasks: on this machine, or with ``--remote`` on a cluster, which nobody has tried.
 
-    python -m dali_train.extras.workflow        the MNIST tutorial: 10 epochs, 128 images per process
-    python -m dali_train.extras.workflow --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value ...]
+    python examples/flyte/workflow.py           the MNIST tutorial: 10 epochs, 128 images per process
+    python examples/flyte/workflow.py --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value ...]
 
 Nothing is trained twice: the cache key is the recipe, the length of the run, the evaluation settings, this package's
 version, and the content of the dataset and of initial weights and checkpoints. Training that was killed resumes:
 locally from its run directory, and on a cluster, where a retry starts on an empty disk, from `run.mirror`, which is in
 Flyte's bucket unless it is set.
-Only this module needs Flyte.
 """
 
 import argparse
@@ -25,13 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dali_train.runtime.process import needing
-
-with needing("Flyte", extra="workflow", module=__name__):
-    import flyte
-    import flyte.errors
-    import flyte.report
-    from flyte.io import Dir, File
+import flyte
+import flyte.errors
+import flyte.report
+from flyte.io import Dir, File
 
 from dali_train import __version__
 from dali_train.checkpoint.recipe import result_settings
@@ -48,7 +44,11 @@ from dali_train.extras.report.page import write_report
 from dali_train.files import sha256
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 
-DATASETS = {name: row.unattended for name, row in datasets.DATASETS.items() if row.unattended is not None}
+DATASETS = {
+    name: ["--download"] if row.download else []
+    for name, row in datasets.DATASETS.items()
+    if row.download or not row.arguments
+}
 """Datasets that are made without files from the user, with the options of ``dali-train data convert``."""
 
 
@@ -188,7 +188,7 @@ def hyperparameters(config: Config) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status, as `dali_train.cli.main` does."""
-    parser = argparse.ArgumentParser(prog="python -m dali_train.extras.workflow", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="workflow.py", allow_abbrev=False)
     parser.add_argument("--config", type=Path, default=Path("configs/mnist.py"), metavar="FILE")
     parser.add_argument(
         "--dataset", default="mnist", metavar="NAME|DIRECTORY", help=f"one of {', '.join(DATASETS)}, or where one is"
@@ -221,13 +221,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rank.terminate()
             for rank in ranks:
                 rank.join()
-            print("dali_train.extras.workflow: stopped; start it again to resume", file=sys.stderr, flush=True)
+            print("workflow.py: stopped; start it again to resume", file=sys.stderr, flush=True)
             os._exit(START_AGAIN)  # Flyte would take the stop for a failure and retry
         accuracies = " ".join(f"{value:.4f}" for value in outputs.epoch_accuracies)
         print(f"accuracies {accuracies}\nmodel {outputs.model_state.path}")
         return FINISHED
 
-    return run_command("dali_train.extras.workflow", work)
+    return run_command("workflow.py", work)
 
 
 def _run(options: argparse.Namespace, config: Config, machine: Machine) -> TrainingOutputs:
@@ -304,6 +304,6 @@ def _picture(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    from dali_train.extras import workflow  # tasks must be known by this name, not as __main__'s
+    import workflow  # tasks must be known by this name, not as __main__'s
 
     sys.exit(workflow.main())

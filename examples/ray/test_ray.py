@@ -1,4 +1,5 @@
 """Training and conversion on a real Ray, whose second node comes and goes while a run is under way."""
+# ruff: noqa: F811 (fixtures of another file)
 
 import subprocess
 import sys
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 
 from dali_train.cli import main as dali_train
-from tests.conftest import REPOSITORY, Train
+from tests.conftest import REPOSITORY, Train, tiny_config, train  # noqa: F401
 from tests.convert.files import files_of, write_folder
 from tests.helpers import FLOAT64_BOUND, events, extended, largest_difference, samples
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'dali-train[ray]'")
-
-pytestmark = pytest.mark.thorough
+ray = pytest.importorskip("ray")
+sys.path.append(str(Path(__file__).parent))
+import on_ray  # noqa: E402
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
@@ -27,7 +28,7 @@ def ray_cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}:{Path(__file__).parent}")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")
         cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
@@ -50,8 +51,8 @@ class Waits(Hook):
             (directory / f"held-{ranks}").touch()
             time.sleep(0.1)
 """
-OPTIONS = ("--precision.dtype", "fp64", "--run.eval_every_epochs", "None")
-DRIVER = "import sys; from dali_train.extras import ray; ray.RESIZE_S = 2; sys.exit(ray.main())"
+OPTIONS = ("--precision.dtype", "fp64", "--run.eval_every_epochs", "None", "--run.max_steps", "7")
+DRIVER = "import sys; import on_ray; on_ray.RESIZE_S = 2; sys.exit(on_ray.main())"
 
 
 def test_a_run_that_gets_a_second_node_and_loses_it(
@@ -83,7 +84,7 @@ def test_a_run_that_gets_a_second_node_and_loses_it(
     assert [event["ranks"] for event in starts] == [1, 2, 1], log.read_text()
     first, second, third = (event["step"] for event in starts)
     assert (first, second) == (0, events(run, "end")[0]["step"]) and 4 <= second < 7, log.read_text()
-    assert third in (second, 6)  # the newest checkpoint when the node was lost
+    assert second <= third <= 7  # the newest checkpoint when Ray noticed that the node was lost
     assert "stopped after saving: signal TERM" in log.read_text() and "2 ranks (dali-train)" in log.read_text()
     train("one", *OPTIONS)
     assert samples(run) == samples(tmp_path / "one")
@@ -93,13 +94,11 @@ def test_a_run_that_gets_a_second_node_and_loses_it(
 def test_parts_as_tasks_have_the_bytes_of_one_process(
     ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dali_train.extras import ray as module
-
     photos = write_folder(tmp_path / "photos", {"ant": 6, "bee": 6})
     words = ["folder", "--train", str(photos), "--train-shards", "4", "--out"]
     assert dali_train(["data", "convert", *words, str(tmp_path / "one")]) == 0
     monkeypatch.chdir(tmp_path)
-    assert module.main(["convert", "--parts", "2", *words, "out"]) == 0
+    assert on_ray.main(["convert", "--parts", "2", *words, "out"]) == 0
     assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
 
 
@@ -108,26 +107,14 @@ def test_parts_as_tasks_have_the_bytes_of_one_process(
     [
         (
             "train --config nowhere.py --workers 2",
-            "dali_train.extras.ray: --config nowhere.py: this file does not exist",
+            "on_ray.py: --config nowhere.py: this file does not exist",
         ),
         ("train --config nowhere.py --workers 8:1", "argument --workers: 8:1: use a number from 1 on, or the least"),
     ],
 )
 def test_mistakes_need_no_cluster(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from dali_train.extras import ray as module
-
     try:
-        status = module.main(words.split())
+        status = on_ray.main(words.split())
     except SystemExit as end:  # argparse's
         status = int(end.code or 0)
     assert status == 2 and message in capsys.readouterr().err
-
-
-def test_without_ray() -> None:
-    hide = (
-        "import runpy, sys; sys.modules['ray'] = None; runpy.run_module('dali_train.extras.ray', run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    assert (
-        done.returncode == 2 and "dali_train.extras.ray needs Ray (" in done.stderr and "dali-train[ray]" in done.stderr
-    )

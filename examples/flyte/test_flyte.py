@@ -4,7 +4,6 @@ registered."""
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,12 +11,13 @@ import pytest
 
 from dali_train.cli import main as dali_train
 from dali_train.runtime.status import read_events
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, forked_launch, s3_of_module, s3_server  # noqa: F401
 
 flyte = pytest.importorskip("flyte")
-from dali_train.extras import workflow  # noqa: E402 (it needs Flyte)
+sys.path.append(str(Path(__file__).parent))
+import workflow  # noqa: E402
 
-pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("forked_launch")]
+pytestmark = pytest.mark.usefixtures("forked_launch")
 
 CONFIG = """
 from dali_train.config import *
@@ -129,7 +129,7 @@ def test_retries(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
     assert workflow.main(words(place, "--data.eval_size", "24", dataset=dataset, work="mistake")) == 2
     printed = capfd.readouterr().err
-    assert printed.splitlines()[-1].startswith("dali_train.extras.workflow: data.eval_size is 24")
+    assert printed.splitlines()[-1].startswith("workflow.py: data.eval_size is 24")
     assert "Traceback" not in printed
     assert not list((place / "mistake").glob("runs/*/metrics.jsonl"))
     assert workflow.main(words(place, dataset="nowhere")) == 2
@@ -204,15 +204,3 @@ def test_what_a_cluster_is_told() -> None:
     assert [secret.key for secret in template.security_context.secrets] == ["wandb-api-key"]
     image = str(workflow.ENVIRONMENT.image)
     assert "torch" in image and "obstore" in image and "wandb-api-key" not in image
-
-
-def test_without_flyte() -> None:
-    hide = (
-        "import runpy, sys; sys.modules['flyte'] = None; "
-        "runpy.run_module('dali_train.extras.workflow', run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    assert done.returncode == 2
-    assert re.fullmatch(
-        r"dali_train.extras.workflow needs Flyte \(.*\): pip install 'dali-train\[workflow\]'\n", done.stderr
-    )

@@ -1,11 +1,11 @@
 """Training and conversion on a Ray cluster, or with a Ray of its own on this machine.
 
-    python -m dali_train.extras.ray train --config FILE --workers 1:8 [--section.field value ...]
-    python -m dali_train.extras.ray convert [--parts N] SOURCE ... --out DATASET
+    python examples/ray/on_ray.py train --config FILE --workers 1:8 [--section.field value ...]
+    python examples/ray/on_ray.py convert [--parts N] SOURCE ... --out DATASET
 
 Each Ray Train worker starts one rank, `dali-train train` in a separate process, as torchrun does. There are as many
 workers as the cluster has room for; when that changes, all ranks save and stop, and the run resumes on the new number.
-Checkpoints are in run.dir, not in Ray. Only this module needs Ray.
+Checkpoints are in run.dir, not in Ray.
 """
 
 import argparse
@@ -24,14 +24,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from dali_train.runtime.process import needing
-
-with needing("Ray", extra="ray", module=__name__):
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
-    from ray.train.backend import Backend, BackendConfig
-    from ray.train.collective import broadcast_from_rank_zero
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
+from ray.train.backend import Backend, BackendConfig
+from ray.train.collective import broadcast_from_rank_zero
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from dali_train.commands import data
 from dali_train.commands.boundary import run_command
@@ -158,7 +155,7 @@ def convert_part(words: Sequence[str], directory: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status, as `dali_train.cli.main` does."""
-    parser = argparse.ArgumentParser(prog="python -m dali_train.extras.ray", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="on_ray.py", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="train|convert")
     text = "Train on as many ranks as there is room for; further words are those of `dali-train train`."
     command = commands.add_parser("train", help=text, description=text, allow_abbrev=False)
@@ -178,13 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 threads = data_parser().parse_args(["convert", *words]).workers
                 with ray.init():
                     return convert(words, threads, options.parts)
-            config = config_with(options.config, words, "python -m dali_train.extras.ray train")
+            config = config_with(options.config, words, "on_ray.py train")
             with ray.init():  # the cluster that RAY_ADDRESS names, that of this machine, or one for this command
                 return train(config, ["--config", options.config, *words], options.workers)
         except ray.exceptions.RayError as error:
             raise RunError(str(error)) from error
 
-    return run_command("dali_train.extras.ray", work)
+    return run_command("on_ray.py", work)
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -196,6 +193,6 @@ def _range(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    from dali_train.extras import ray as module  # workers must find what they run by this name, not as __main__'s
+    import on_ray  # workers must find what they run by this name, not as __main__'s
 
-    sys.exit(module.main())
+    sys.exit(on_ray.main())
