@@ -15,11 +15,14 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from dali_train.data.convert.datasets import DATASETS, advice
-from dali_train.data.progress import LINE_INTERVAL_S, SHORT_S
+from dali_train.data.progress import LINE_INTERVAL_S
 from dali_train.errors import NoDatasetError, UserError, explain, write_now
 from dali_train.runtime.launch import is_first_on_host, leave_to_torchrun, tell_torchrun
 from dali_train.runtime.process import importing_torch
 from dali_train.text import printable
+
+TERMINAL_INTERVAL_S = 1.0
+"""Between two signs of life on a terminal while torch is imported."""
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:
@@ -117,7 +120,7 @@ def _tell_seconds(ended: threading.Event) -> None:
     minutes."""
     start_s, text = time.monotonic(), ""
     is_terminal = sys.stderr.isatty()
-    while not ended.wait(SHORT_S if is_terminal else LINE_INTERVAL_S):
+    while not ended.wait(TERMINAL_INTERVAL_S if is_terminal else LINE_INTERVAL_S):
         text = f"importing torch and DALI: {time.monotonic() - start_s:.0f} s"
         sys.stderr.write(f"\r{text}" if is_terminal else f"{text}\n")
         sys.stderr.flush()

@@ -187,7 +187,7 @@ def test_imports_that_take_long_are_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(boundary, "SHORT_S" if is_terminal else "LINE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(boundary, "TERMINAL_INTERVAL_S" if is_terminal else "LINE_INTERVAL_S", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with importing("dali-train train"):
