@@ -4,7 +4,6 @@ registered."""
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from dali_train.runtime.status import read_events
 from tests.conftest import REPOSITORY, forked_launch, s3_of_module, s3_server  # noqa: F401
 
 flyte = pytest.importorskip("flyte")
-sys.path.append(str(Path(__file__).parent))
 import workflow  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("forked_launch")

@@ -16,7 +16,6 @@ from tests.convert.files import files_of, write_folder
 from tests.helpers import FLOAT64_BOUND, events, extended, largest_difference, samples
 
 ray = pytest.importorskip("ray")
-sys.path.append(str(Path(__file__).parent))
 import on_ray  # noqa: E402
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
