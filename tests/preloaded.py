@@ -10,7 +10,7 @@ with importing_torch():
         "dali_train.commands.train",
         "dali_train.cli",
         "dali_train.data.convert.conversion",
-        "dali_train.data.convert.trees",
+        "dali_train.extras.formats.trees",
         "matplotlib.figure",
         "torch.distributed.checkpoint.state_dict",
         "tests.ranks",

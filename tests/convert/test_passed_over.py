@@ -11,13 +11,13 @@ import pytest
 from dali_train.cli import main
 from dali_train.data.convert.datasets import DATASETS, in_place
 from dali_train.data.convert.sources import SourceError, Sources
-from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest, order_classes, split_folders_among, split_word
 from dali_train.data.dataset.passed_over import missing_numbers
 from dali_train.data.dataset.storage import open_shards, stored_image
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.errors import DatasetError
+from dali_train.extras.formats.trees import folders
 from dali_train.extras.indexing.foreign_shards import find_splits
 from tests.convert.files import small_photograph, write_folder, write_tar
 from tests.extras.test_indexing import write_mds

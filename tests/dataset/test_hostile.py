@@ -18,12 +18,12 @@ import pytest
 from PIL import Image
 
 from dali_train.data.convert.sources import SourceError, Sources
-from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
+from dali_train.extras.formats.trees import folders
 from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.extras.pictures.sheets import picture
 from tests.conftest import encoded, photograph, write_shard

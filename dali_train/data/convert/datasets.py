@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +30,14 @@ _TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
 
 STATE_DIRECTORY = ".conversion"
 """In a dataset that is being converted."""
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson")
+"""Of files that may be tables of image files and labels."""
+
+_SPREADSHEETS = (".xls", ".xlsx", ".ods")
+
+KAGGLES_IMAGENET = "ILSVRC/Data/CLS-LOC"
+"""Where ImageNet's images are in the directory into which Kaggle's archive is unpacked."""
 
 DOWNLOAD = Extra[Callable[..., None]]("dali_train.extras.formats.download:download", "--download")
 
@@ -149,16 +156,12 @@ def load_sources(options: Namespace) -> "Sources":
         raise SourceError(f"{error!r}: what the source should hold is not there, or the converter is faulty") from error
 
 
-def _in(module: str) -> Any:
-    """Import a module of this package."""
-    return import_module(f"{__package__}.{module}")
-
-
 def _in_extras(name: str, *arguments: Any, **options: Any) -> "Sources":
     """Call a function of extras/formats, which is imported then."""
     return Extra[Callable[..., "Sources"]](name, "data convert").load()(*arguments, **options)
 
 
+_folders = partial(_in_extras, "dali_train.extras.formats.trees:folders")
 _of_several_folders = partial(_in_extras, "dali_train.extras.formats.shared_files:folders_of_several")
 
 
@@ -204,7 +207,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "folder": Converter(
         help="Image files in one folder per class, in directories or tar archives.",
-        load=lambda o: (_of_several_folders if o.several_labels else _in("trees").folders)(
+        load=lambda o: (_of_several_folders if o.several_labels else _folders)(
             o.train,
             o.validation,
             validation_fraction=o.validation_fraction,
@@ -254,7 +257,7 @@ DATASETS: dict[str, Converter] = {
     "table": Converter(
         help="A table (.csv, .tsv) with a heading, such as file,label: image files below its directory, and labels; "
         "a column split, if there is one, says train, val or test.",
-        load=partial(_in_extras, "dali_train.extras.formats.table:table"),
+        load=partial(_in_extras, "dali_train.extras.formats.tables:table"),
         arguments={
             "--source": {"type": Path, "required": True, "metavar": "FILE", "help": "the table"},
             **_HELD_OUT,
@@ -362,12 +365,19 @@ InPlace = Literal["imagenet", "folder", "webdataset", "mds", "table"]
 def in_place(root: Path) -> InPlace | None:
     """Return how what lies at `root` can be indexed in place, judged only by the names of files."""
     if root.is_file():
-        return "table" if root.suffix.lower() in (".csv", ".tsv") else in_place_by_names([root.name])
+        is_table = root.suffix.lower() in (*TABLE_SUFFIXES, *_SPREADSHEETS)
+        return "table" if is_table else in_place_by_names([root.name])
+    root = images_root(root)
     names, below = _look(root)
     if _has_tfrecords(names, below):
         return None
     inner = [_names(root / folder / name) for folder in below if split_word(folder) for name in below[folder][:5]]
     return in_place_by_names([*names, *(name for inside in (*below.values(), *inner) for name in inside)])
+
+
+def images_root(root: Path) -> Path:
+    """Return the directory with a dataset's images: `root` itself but for Kaggle's ImageNet."""
+    return root / KAGGLES_IMAGENET if (root / KAGGLES_IMAGENET).is_dir() else root
 
 
 def in_place_by_names(names: Sequence[str]) -> InPlace | None:

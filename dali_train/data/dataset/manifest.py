@@ -50,6 +50,11 @@ def split_word(path: str) -> SplitWord | None:
     return words[-1] if words else None
 
 
+def without_split_words(name: str) -> str:
+    """Return what the names of the same files of two splits have in common."""
+    return _SPLIT_WORD.sub("", name)
+
+
 def split_of_folder(name: str) -> SplitWord | None:
     """Return the split of a folder that is called by nothing but such a word."""
     return split_word(name) if _SPLIT_WORD.fullmatch(name) else None
@@ -65,7 +70,7 @@ def split_folders_among(names: Collection[str]) -> dict[str, SplitWord]:
     for name in names:
         word = split_word(name)
         if word is not None:
-            rest = _SPLIT_WORD.sub("", name).lower()
+            rest = without_split_words(name).lower()
             by_rest.setdefault(rest, {})[name] = word
     for rest, folders in by_rest.items():
         words = {*folders.values()}

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from dali_train.data.convert.sources import FilesByName, Images, PixelSource, SourceError, Sources, open_container
-from dali_train.data.convert.trees import split_folders
 from dali_train.data.dataset.manifest import SPLITS, SplitName
+from dali_train.extras.formats.trees import split_folders
 
 DIGITS_SIDE = 32
 # The official label order, https://www.cs.toronto.edu/~kriz/cifar.html, which is also that of the sorted names.

@@ -100,9 +100,11 @@ _IN_PLACE: dict[str, Any] = {
 
 
 def _index(options: argparse.Namespace) -> int:
-    from dali_train.data.convert.datasets import in_place
+    from dali_train.data.convert.datasets import images_root, in_place
     from dali_train.extras.indexing.foreign_shards import bucket_as_directory
 
+    if isinstance(options.dataset, Path):
+        options.dataset = images_root(options.dataset)
     dataset = options.dataset
     kind = in_place(dataset) if isinstance(dataset, Path) else _in_place_in_bucket(dataset) if options.out else None
     without = dict(_IN_PLACE if kind is None else _TFRECORDS)

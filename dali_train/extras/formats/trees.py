@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from dali_train.data.convert.datasets import images_root
 from dali_train.data.convert.sources import (
     Container,
     Directory,
@@ -31,13 +32,18 @@ from dali_train.data.dataset.manifest import (
     read_class_names,
     split_folders_among,
     split_of_folder,
+    split_word,
     splits_of_words,
 )
 from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver, is_hidden
+from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared
 from dali_train.text import plural, shortened
 
 _MOST_NAMED = 5  # classes in a message
 _MOST_LETTERS = 100  # of a name in a message
+_TABLE = (
+    "if a table has their labels, put it beside them, with the heading file,label, or name it instead of the directory"
+)
 Parts = tuple[str, ...]
 
 
@@ -66,6 +72,7 @@ def folders(
             has, or nothing that can be divided.
         DatasetError: `class_names` cannot be read, or does not fit.
     """
+    train, validation = (path if path is None else images_root(path) for path in (train, validation))
     paths: dict[SplitName, Path | None] = {"train": train, "validation": validation}
     if train is None and validation is None:
         raise SourceError("nothing to convert: give --train DIR, --validation DIR, or both")
@@ -84,7 +91,9 @@ def folders(
                     f"classes: name it alone with --train, or name {paths[split]}/{min(folders_of_splits)} (of an "
                     "archive once it is unpacked)"
                 )
-        listed = {split: _list_images(container, _SplitFiles()) for split, container in containers.items()}
+        listed = {}
+        for split, container in containers.items():
+            listed[split] = _list_images(container, _SplitFiles(), listed.get("train"))
     if class_names is None:
         for listing in listed.values():
             _refuse_other_level(listing)
@@ -158,7 +167,7 @@ def _list_splits(
     listed: dict[SplitName, _Listing] = {}
     for split in splits_of_words({*words.values()}).values():
         files = _SplitFiles(words, split, is_first=not listed, anywhere=anywhere)
-        listed[split] = _list_images(container, files)
+        listed[split] = _list_images(container, files, listed.get("train"))
     return listed
 
 
@@ -171,11 +180,23 @@ class _Listing:
     classes: list[str]  # that have images, as they appear: labels are places in this list
     empty: list[str]  # class folders without images
     deeper: set[Parts]  # the folders below class folders, if all images lie in such
+    beside: LabelsBeside | None  # has the labels; None: the class folders do
 
 
-def _list_images(container: Container, files: _SplitFiles) -> _Listing:
-    """List the files in the class folders of a split. Raises SourceError: an image outside of one, or of all splits."""
+def _list_images(container: Container, files: _SplitFiles, train: _Listing | None) -> _Listing:
+    """List the files in the class folders of a split, or those of which a table beside them has the labels.
+
+    Args:
+        train: the listing of the training split, whose classes the labels of a table must be; None for itself.
+
+    Raises:
+        SourceError: an image outside of a class folder, or of all splits, or without a row in the table.
+    """
     numbers: dict[str, int] = {}
+    beside = None
+    if isinstance(container, Directory) and not files.anywhere:
+        word = split_word(files.folder or container.path.name)
+        beside = labels_beside(container.path / files.folder, word, None if train is None else train.classes)
     folders_there: dict[str, bool] = {}  # class folder -> whether something in it is passed over
     deeper: set[Parts] = set()
 
@@ -195,8 +216,10 @@ def _list_images(container: Container, files: _SplitFiles) -> _Listing:
                     if is_image and start == 0:
                         raise SourceError(_stray(container, files, path.parts, start))
                     yield PassedOver("", TEST_SPLIT) if start else PassedOver.by_suffix(_folder(path.parts), path.name)
+            elif beside is not None and is_image:
+                yield entry._replace(label=numbers.setdefault(beside[path], len(numbers)))
             elif is_folder:
-                if inside:
+                if inside and beside is None:
                     folders_there.setdefault(inside[0], False)
             elif is_image:
                 if len(inside) < 2:
@@ -204,7 +227,7 @@ def _list_images(container: Container, files: _SplitFiles) -> _Listing:
                 deeper.add(inside[:-1][:2])
                 yield entry._replace(label=numbers.setdefault(inside[0], len(numbers)))
             else:
-                if len(inside) > 1:
+                if len(inside) > 1 and beside is None:
                     folders_there[inside[0]] = True
                 yield PassedOver.by_suffix(_folder(inside), path.name)
         for folder, has_files in folders_there.items():
@@ -215,7 +238,7 @@ def _list_images(container: Container, files: _SplitFiles) -> _Listing:
     if any(len(folder) < 2 for folder in deeper):
         deeper.clear()
     empty = [folder for folder in folders_there if folder not in numbers]
-    return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper)
+    return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper, beside)
 
 
 def _folder(parts: Parts) -> str:
@@ -228,7 +251,7 @@ def _stray(container: Container, files: _SplitFiles, parts: Parts, start: int) -
     if not files.words:
         return (
             f"{name}: an image outside of a class folder: expected CLASS/{leaf} in {container.path}: move it, or if "
-            f"{container.path.name} is a class itself, name the folder above it"
+            f"{container.path.name} is a class itself, name the folder above it; {_TABLE}"
         )
     folder = next((folder for folder, word in files.words.items() if word == "train"), min(files.words))
     alone = f"name {container.path}/{folder} alone"
@@ -240,7 +263,7 @@ def _stray(container: Container, files: _SplitFiles, parts: Parts, start: int) -
     return (
         f"{name}: an image outside of a class folder: expected {'/'.join(parts[:start])}/CLASS/{leaf} in "
         f"{container.path}: sort these images into a folder for each class, or {alone}, without this "
-        "split (of an archive once it is unpacked)"
+        f"split (of an archive once it is unpacked); {_TABLE}"
     )
 
 
@@ -285,6 +308,7 @@ def _with_common_labels(
     listed: Mapping[SplitName, _Listing], class_order: ClassOrder, class_names: Path | None
 ) -> Sources:
     """Number the classes of all splits alike. Raises SourceError: a class without images, or of one split alone."""
+    refuse_shared([listing.beside for listing in listed.values() if listing.beside is not None])
     first = next(iter(listed))
     folders_there = listed[first].classes
     for split, listing in listed.items():
@@ -304,6 +328,7 @@ def _with_common_labels(
             raise SourceError(
                 f"{split} has the class {shortened(printable_name(unknown[0]), _MOST_LETTERS)!r}, {first} has not "
                 f"({len(unknown)} such classes): the class folders must agree"
+                + (f"; {_TABLE}" if len(listing.classes) == 1 else "")
             )
     if class_names is None:
         ordered = order_classes(folders_there, class_order)

@@ -1,0 +1,129 @@
+"""Which file a table means: tables name images without their folder or suffix, or as another system spells them."""
+
+import unicodedata
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from dali_train.data.convert.datasets import KAGGLES_IMAGENET, images_root
+from dali_train.data.convert.sources import Directory, Image, SourceError
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.manifest import SplitWord, split_word
+from dali_train.data.dataset.passed_over import is_hidden
+
+_MOST_FOLDERS = 20  # that are looked into, beside the table and in those
+_SUFFIXES = ("", *sorted(IMAGE_SUFFIXES), *(suffix.upper() for suffix in sorted(IMAGE_SUFFIXES)))
+
+
+class ImageFinder:
+    """Finds images below a directory by the names that a table in it has for them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._last = ""  # suffix that was missing in the name before
+
+    def find(self, name: str, where: str, word: SplitWord | None = None) -> tuple[str, int]:
+        """Return the path of a file below the directory, and its size in bytes.
+
+        Names are paths below the directory or below a folder in it, or one in that, such as ``train_images``; also
+        absolute, with backslashes, without the suffix, in other case or another Unicode form.
+
+        Args:
+            where: the row of the table, for messages.
+            word: of its split, which decides between folders that have a file of this name each.
+
+        Raises:
+            SourceError: there is no such file, there are several, or it lies elsewhere.
+        """
+        below = self._below(name, where)
+        found = self._there(below)
+        if len(found) > 1 and word is not None:
+            found = [path for path in found if split_word(path[: -len(below)]) == word] or found
+        if len(found) > 1:
+            raise SourceError(
+                f"{where}: {name!r} is in several folders, as {' and '.join(found[:3])}: put the table beside the "
+                "images, or write the folder's name before theirs"
+            )
+        path = found[0] if found else self._spelt_otherwise(below)
+        if path is None:
+            looked = f" (nor in {', '.join(self._folders[:5])})" if self._folders else ""
+            raise SourceError(
+                f"{where}: there is no file {self._directory / below}{looked}: restore it, or leave the row out"
+            )
+        return path, (self._directory / path).stat().st_size
+
+    def has(self, name: str) -> bool:
+        """Return whether a name is that of an image."""
+        try:
+            self.find(name, "")
+        except SourceError:
+            return False
+        return True
+
+    def _below(self, name: str, where: str) -> str:
+        path = PurePosixPath(name)
+        if "\\" in name and not (self._directory / name).exists():
+            path = PurePosixPath(name.replace("\\", "/"))
+        if path.is_absolute():
+            is_elsewhere = not path.is_relative_to(self._directory) and Path(path).exists()
+            path = path.relative_to(self._directory if path.is_relative_to(self._directory) else "/")
+        else:
+            is_elsewhere = False
+        if not path.name or ".." in path.parts or is_elsewhere:
+            raise SourceError(
+                f"{where}: {name!r} does not lie below {self._directory}, the table's directory: put the table above "
+                "its images"
+            )
+        return str(path)
+
+    def _there(self, name: str) -> list[str]:
+        """Return the file of this name, or with a suffix, else those in the folders."""
+        for suffix in (self._last, *_SUFFIXES):
+            for folders in (("",), self._folders):
+                found = [
+                    path for folder in folders if (self._directory / (path := f"{folder}{name}{suffix}")).is_file()
+                ]
+                if found:
+                    self._last = suffix
+                    return found
+        return []
+
+    @cached_property
+    def _folders(self) -> tuple[str, ...]:
+        """The folders in the directory, and those in them, each with a slash at its end; none if there are many."""
+        folders: list[str] = []
+        places = [*_folders_in(self._directory)]
+        if images_root(self._directory) != self._directory:
+            places = [KAGGLES_IMAGENET]
+        for folder in places:
+            folders += [f"{folder}/", *(f"{folder}/{inner}/" for inner in _folders_in(self._directory / folder))]
+            if len(folders) > _MOST_FOLDERS:
+                return ()
+        return tuple(folders)
+
+    def _spelt_otherwise(self, name: str) -> str | None:
+        """Return the one file whose path differs in case, in the Unicode form or in the suffix's case alone."""
+        found = {*self._spellings.get(_normal(name), ())}
+        for suffix in IMAGE_SUFFIXES:
+            found.update(self._spellings.get(_normal(f"{name}{suffix}"), ()))
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
+    def _spellings(self) -> dict[str, list[str]]:
+        """All files, by what their paths have in common with those of other spellings; only made if one is missing."""
+        spellings: dict[str, list[str]] = {}
+        for entry in Directory(self._directory).walk():
+            if isinstance(entry, Image):
+                spellings.setdefault(_normal(entry.name), []).append(entry.name)
+                for folder in self._folders:
+                    if entry.name.startswith(folder):
+                        spellings.setdefault(_normal(entry.name.removeprefix(folder)), []).append(entry.name)
+        return spellings
+
+
+def _normal(path: str) -> str:
+    return unicodedata.normalize("NFC", path).casefold()
+
+
+def _folders_in(directory: Path) -> Iterator[str]:
+    return (path.name for path in sorted(directory.iterdir()) if path.is_dir() and not is_hidden(path.name))

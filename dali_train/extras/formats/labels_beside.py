@@ -1,0 +1,141 @@
+"""Labels of images that all lie in one folder, from a table beside them.
+
+Such are Tiny ImageNet's ``val/val_annotations.txt``, Kaggle's ``LOC_val_solution.csv`` for ImageNet and the
+``metadata.csv`` of the Hugging Face Hub's image folders.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path, PurePosixPath
+
+from dali_train.data.convert.datasets import KAGGLES_IMAGENET, TABLE_SUFFIXES
+from dali_train.data.convert.sources import SourceError
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.manifest import SplitWord, split_word
+from dali_train.data.dataset.passed_over import is_hidden
+from dali_train.extras.formats.table_reader import Table, find_columns, label_in, split_in
+from dali_train.text import plural
+
+_log = logging.getLogger(__name__)
+_MAX_TABLE_BYTES = 1 << 28
+_MOST_TABLES = 50  # that are tried in a directory
+
+
+@dataclass(frozen=True)
+class LabelsBeside:
+    table: Path
+    by_name: Mapping[str, str]  # class of each file of the folder
+    described: str  # the columns
+
+    def __getitem__(self, path: PurePosixPath) -> str:
+        """Return the class of an image. Raises SourceError: the table has no row for it."""
+        try:
+            return self.by_name[path.name]
+        except KeyError:
+            raise SourceError(
+                f"{path}: has no row in {self.table}, which has the labels of the images beside it: add one, or move "
+                "the image away"
+            ) from None
+
+
+def labels_beside(directory: Path, word: SplitWord | None, classes: Collection[str] | None) -> LabelsBeside | None:
+    """Return the labels of the images in the directory of a split; None if they lie in class folders, or no table in
+    the directory or in the two above it has their labels.
+
+    Args:
+        word: of the split, None for a directory without splits.
+        classes: those that labels may be, of the training split; None: any.
+
+    Raises:
+        SourceError: tables side by side have different labels.
+    """
+    names = _names_in_one_folder(directory)
+    if not names:
+        return None
+    above = directory.absolute().parents
+    places = [directory, *above[:2], *(parent for parent in above[:6] if (parent / KAGGLES_IMAGENET).is_dir())]
+    for place in places:
+        found = [read for table in _tables_in(place, word) if (read := _read(table, names, word)) is not None]
+        fitting = [read for read in found if classes is None or {*read.by_name.values()} <= {*classes}]
+        if not fitting:
+            continue
+        first = fitting[0]
+        for other in fitting[1:]:
+            if other.by_name != first.by_name:
+                raise SourceError(
+                    f"{first.table} and {other.table} have different labels for the images in {directory}: move the "
+                    "wrong one away, or name the right one, a table, instead of the directory"
+                )
+        images = plural(len(first.by_name), "image")
+        _log.warning("%s: labels of %s from %s (%s)", directory, images, first.table, first.described)
+        return first
+    return None
+
+
+def refuse_shared(used: Sequence[LabelsBeside]) -> None:
+    """Raises SourceError: a table has the labels of two splits, and names files that both have."""
+    for one, other in combinations(used, 2):
+        if one.table == other.table and (shared := sorted({*one.by_name} & {*other.by_name})):
+            raise SourceError(
+                f"{one.table}: {shared[0]} may be an image of either split ({len(shared):,} such names): put a table "
+                "beside the images of each"
+            )
+
+
+def _names_in_one_folder(directory: Path) -> set[str]:
+    """Return the names of a directory's images, if all lie in it, or in one folder in it; none else."""
+    try:
+        entries = [path for path in directory.iterdir() if not is_hidden(path.name)]
+    except OSError:  # the listing says what is wrong with it
+        return set()
+    folders = [path for path in entries if path.is_dir()]
+    names = _images_among(entries)
+    if not names and len(folders) == 1:
+        names = _images_among(folders[0].iterdir())
+    return names
+
+
+def _images_among(paths: Iterable[Path]) -> set[str]:
+    return {path.name for path in paths if path.suffix.lower() in IMAGE_SUFFIXES}
+
+
+def _tables_in(place: Path, word: SplitWord | None) -> list[Path]:
+    """Return the files in a directory that may have the labels of a split: not those of another split, and not Kaggle's
+    sample of a submission, whose labels are made up."""
+    tables = [
+        path
+        for path in sorted(place.iterdir())
+        if path.suffix.lower() in TABLE_SUFFIXES
+        and not is_hidden(path.name)
+        and split_word(path.stem) in (None, word)
+        and "submission" not in path.name.lower()
+        and path.is_file()
+        and path.stat().st_size <= _MAX_TABLE_BYTES
+    ]
+    return tables[:_MOST_TABLES]
+
+
+def _read(path: Path, names: Collection[str], word: SplitWord | None) -> LabelsBeside | None:
+    """Return the labels that a table has of images by these names; None if it has none of them."""
+    stems = {PurePosixPath(name).stem: name for name in names}
+
+    def named(cell: str) -> str | None:
+        name = PurePosixPath(cell.replace("\\", "/")).name
+        return name if name in names else stems.get(name)
+
+    by_name: dict[str, str] = {}
+    try:
+        table = Table.open(path)
+        columns = find_columns(table, is_file=lambda cell: named(cell) is not None)
+        for row in table.rows(columns):
+            name = named(row.cells[columns.image].strip())
+            label = label_in(row, columns)
+            if name is None or not label or split_in(row, columns) not in (None, word):
+                continue
+            if by_name.setdefault(name, label) != label:
+                return None  # names of different folders, or several labels an image
+    except SourceError:  # a readme, a list of classes, ...
+        return None
+    return LabelsBeside(path, by_name, columns.described()) if by_name else None

@@ -1,0 +1,317 @@
+"""One reader for tables of image files and labels, however they are written.
+
+Text with a cell for each column, separated by commas, semicolons, tabs or bars, with or without a heading; lists of
+``FILE LABEL`` with a space between; JSON lines; JSON with a list of objects, or with ``images``, ``annotations`` and
+``categories`` as COCO and iNaturalist have them.
+
+Python's csv reads the cells. pandas, polars and pyarrow.csv want to be told the separator and whether there is a
+heading, and csv.Sniffer takes any letter that is frequent for a separator: so both are decided here, by the first line.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dali_train.data.convert.sources import SourceError
+from dali_train.data.dataset.manifest import SplitWord, split_word
+from dali_train.files import read_limited
+
+_SEPARATORS = (",", ";", "\t", "|")
+_BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+_SPREADSHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .ods are zip archives, .xls is an OLE file
+_MAX_JSON_BYTES = 1 << 30
+
+# As names are compared, see `plain_name`: what says more comes first.
+FILE_COLUMNS = (
+    *("file", "filename", "filepath", "path", "imagepath", "imgpath", "imagefile", "image", "img"),
+    *("imagename", "imgname", "imageid", "imgid", "name", "fname", "fn", "id"),
+)
+LABEL_COLUMNS = (
+    *("label", "labels", "class", "classname", "category", "target", "breed", "species", "labelname"),
+    *("wnid", "synset", "predictionstring", "categoryid", "classid", "labelid", "y"),
+)
+SPLIT_COLUMNS = ("split", "set", "subset", "partition")
+VALIDATION_COLUMNS = ("isvalid", "isvalidation", "isval")
+"""Of which True, or 1, says that an image is for validation: fastai's."""
+_NO_CLASSES = ("", "id", "index", "fold", "kfold", "istest", "istrain")
+"""Columns that are no classes, if every other column is one."""
+
+
+class Row(NamedTuple):
+    where: str  # for messages
+    cells: Sequence[str]  # one for each column
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that can be read any number of times."""
+
+    path: Path
+    columns: tuple[str, ...]  # its first row, a heading or not
+    _rows: Callable[[], Iterator[Row]]
+
+    @classmethod
+    def open(cls, path: Path) -> "Table":
+        """Raises SourceError: it is none, or cannot be read."""
+        with _reading(path):
+            return _opened(path)
+
+    def rows(self, columns: "Columns") -> Iterator[Row]:
+        """Yield the rows below the heading. Raises SourceError: one with more or fewer cells, or text that is none."""
+        with _reading(self.path):
+            yield from islice(self._rows(), int(columns.has_heading), None)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a table are, by their numbers."""
+
+    names: tuple[str, ...]  # "1", "2", ... without a heading
+    has_heading: bool
+    image: int
+    label: int | None  # None: `classes` say it
+    split: int | None
+    classes: tuple[int, ...] = ()  # those of which each is a class
+
+    @property
+    def says_validation(self) -> bool:
+        """Whether the split is told by True and False."""
+        return self.split is not None and plain_name(self.names[self.split]) in VALIDATION_COLUMNS
+
+    def described(self) -> str:
+        """Return which column is used for what, and which is not used."""
+        used = {"files": self.image, "labels": self.label, "splits": self.split}
+        texts = [f"{what} from {self.names[number]}" for what, number in used.items() if number is not None]
+        if self.classes:
+            texts.append(f"{len(self.classes)} classes from {', '.join(self.names[number] for number in self.classes)}")
+        unused = {*range(len(self.names))} - {*used.values(), *self.classes}
+        if unused:
+            texts.append(f"not used: {', '.join(self.names[number] or 'a column without a name' for number in unused)}")
+        return ", ".join(texts)
+
+
+def find_columns(
+    table: Table,
+    *,
+    image_key: str | None = None,
+    label_key: str | None = None,
+    multi_hot: bool = False,
+    is_file: Callable[[str], bool] = lambda cell: False,
+) -> Columns:
+    """Return what the columns are: those of these names, else by the usual ones; without a heading, the first one of
+    which a cell names a file, and the one after it.
+
+    Args:
+        multi_hot: every column of no other use is a class.
+        is_file: whether a cell names an image.
+
+    Raises:
+        SourceError: there are no such columns, or two of one name.
+    """
+    plain = [plain_name(name) for name in table.columns]
+    image = _find(table.columns, image_key, FILE_COLUMNS)
+    if image is None and image_key is None:
+        first = next((number for number, cell in enumerate(table.columns) if is_file(cell)), None)
+        if first is not None and len(table.columns) > 1:
+            after = first + 1 if first + 1 < len(table.columns) else 0
+            names = tuple(map(str, range(1, 1 + len(table.columns))))
+            return Columns(names, has_heading=False, image=first, label=after, split=None)
+    if image is None:
+        raise _no_column(table, "--image-key", image_key, FILE_COLUMNS)
+    named = [name for name in table.columns if name]
+    if len({*named}) < len(named):
+        raise SourceError(f"{table.path}: two of its columns have one name: rename one of them")
+    split = _find(table.columns, None, (*SPLIT_COLUMNS, *VALIDATION_COLUMNS), without=(image,))
+    if not multi_hot:
+        label = _find(table.columns, label_key, LABEL_COLUMNS, without=(image,))
+        if label is None:
+            raise _no_column(table, "--label-key", label_key, LABEL_COLUMNS)
+        split = None if split == label else split
+        return Columns(table.columns, has_heading=True, image=image, label=label, split=split)
+    classes = tuple(number for number in range(len(plain)) if number not in (image, split))
+    wrong = [table.columns[number] or "without a name" for number in classes if plain[number] in _NO_CLASSES]
+    if wrong:
+        raise SourceError(
+            f"{table.path}: the column {wrong[0]} is no class, and --multi-hot takes every column for one but that of "
+            "the files and that of the splits: leave it out of the table"
+        )
+    return Columns(table.columns, has_heading=True, image=image, label=None, split=split, classes=classes)
+
+
+def label_in(row: Row, columns: Columns) -> str:
+    """Return what stands in the column of the labels."""
+    assert columns.label is not None
+    text = row.cells[columns.label].strip()
+    # Kaggle's ImageNet has the class there, and then its boxes.
+    return text.partition(" ")[0] if columns.names[columns.label] == "PredictionString" else text
+
+
+def split_in(row: Row, columns: Columns) -> SplitWord | None:
+    """Return the split that a row names; None: the table has no such column. Raises SourceError: it names none."""
+    if columns.split is None:
+        return None
+    text = row.cells[columns.split].strip()
+    if columns.says_validation and text.casefold() in _TRUE | _FALSE:
+        return "val" if text.casefold() in _TRUE else "train"
+    word = split_word(text)
+    if word is None:
+        raise SourceError(f"{row.where}: {text!r} is no split: use train, val or test")
+    return word
+
+
+_TRUE, _FALSE = {"true", "1", "1.0", "yes"}, {"false", "0", "0.0", "no", ""}
+
+
+def plain_name(name: str) -> str:
+    """Return a column's name as it is compared: in small letters, without what joins words."""
+    return name.casefold().translate({ord(letter): None for letter in "_- ."})
+
+
+def _find(names: Sequence[str], key: str | None, usual: Sequence[str], without: Sequence[int] = ()) -> int | None:
+    if key is not None:
+        return next((number for number, name in enumerate(names) if name == key), None)
+    plain = [plain_name(name) for name in names]
+    return next((plain.index(name) for name in usual if name in plain and plain.index(name) not in without), None)
+
+
+def _no_column(table: Table, option: str, key: str | None, usual: Sequence[str]) -> SourceError:
+    wanted = key or f"{', '.join(usual[:5])} or the like"
+    there = ", ".join(name[:40] or "one without a name" for name in table.columns[:20])
+    return SourceError(
+        f"{table.path}: has no column {wanted}, but {there}: name one with {option}"
+        + ("" if key else ", or if these are no headings, write one such as file,label above")
+    )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises SourceError: for what reading a file as text or JSON raises."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:  # JSON may have anything anywhere
+        reason = getattr(error, "strerror", None) or error
+        raise SourceError(
+            f"{path}: cannot be read as a table ({reason}): use CSV in UTF-8 with a heading, such as file,label"
+        ) from error
+
+
+def _opened(path: Path) -> Table:
+    with path.open("rb") as file:
+        begin = file.read(4)
+    if begin in _SPREADSHEETS:
+        raise SourceError(f"{path}: is a spreadsheet, or another archive: save the table as CSV in UTF-8")
+    encoding = _BYTE_ORDER_MARKS.get(begin[:2], "utf-8-sig")
+    with path.open(encoding=encoding, newline="") as lines:
+        first = next((line for line in lines if line.strip()), "")
+        second = next(lines, "")
+    if first.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".csv", ".tsv"):
+        objects = _json_lines(path, encoding) if _is_row(first) else _json_objects(path)
+        return _of_objects(path, objects)
+    named = re.fullmatch(r"sep=(.)\s*", first)  # Excel's first line
+    first = second if named else first
+    if not first.strip():
+        raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
+    separator = named[1] if named else _separator(first)
+    columns = tuple(cell.strip() for cell in next(_cells([first], separator, path)).cells)
+    return Table(path, columns, lambda: _text_rows(path, encoding, separator, len(columns), skipped=bool(named)))
+
+
+def _separator(line: str) -> str:
+    """Return what stands between the cells of a table's first line: what makes most of them; a space if none does."""
+    counts = {separator: len(next(csv.reader([line], delimiter=separator))) for separator in _SEPARATORS}
+    best = max(_SEPARATORS, key=lambda separator: counts[separator])
+    return best if counts[best] > 1 else " "
+
+
+def _cells(lines: Iterable[str], separator: str, path: Path) -> Iterator[Row]:
+    if separator == " ":
+        has_more = False  # than FILE LABEL, where a file's name may have spaces
+        for number, line in enumerate(lines, 1):
+            has_more = len(line.split()) > 2 if number == 1 else has_more
+            yield Row(f"{path}, line {number}", line.split() if has_more else line.strip().rsplit(maxsplit=1))
+        return
+    reader = csv.reader(lines, delimiter=separator, strict=True)
+    for cells in reader:
+        yield Row(f"{path}, line {reader.line_num}", cells)
+
+
+def _text_rows(path: Path, encoding: str, separator: str, num_columns: int, *, skipped: bool) -> Iterator[Row]:
+    """Args: skipped: whether the first line is none of the table's."""
+    with path.open(encoding=encoding, newline="") as lines:
+        for where, cells in islice(_cells(lines, separator, path), int(skipped), None):
+            if not any(cells):
+                continue
+            if len(cells) != num_columns:
+                raise SourceError(f"{where}: has not one cell under each of the {num_columns} headings: correct it")
+            yield Row(where, cells)
+
+
+def _is_row(line: str) -> bool:
+    """Return whether a line is a whole object of JSON that names a file."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(values, dict) and any(plain_name(name) in FILE_COLUMNS for name in values)
+
+
+Objects = Callable[[], Iterator[tuple[str, Any]]]
+"""Yields where an object stands, for messages, and the object."""
+
+
+def _json_lines(path: Path, encoding: str) -> Objects:
+    def objects() -> Iterator[tuple[str, Any]]:
+        with path.open(encoding=encoding) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path}, line {number}", json.loads(line)
+
+    return objects
+
+
+def _json_objects(path: Path) -> Objects:
+    content = json.loads(read_limited(path, _MAX_JSON_BYTES))
+    if isinstance(content, dict) and "images" in content:
+        content = _of_coco(content)
+    elif isinstance(content, dict):
+        content = [{"file": name, "label": label} for name, label in content.items()]
+    return lambda: ((f"{path}, entry {number}", entry) for number, entry in enumerate(content, 1))
+
+
+def _of_coco(content: dict[str, Any]) -> list[object]:
+    """Return an object for each annotation."""
+    names = {one["id"]: one.get("name", one["id"]) for one in content.get("categories", ())}
+    files = {one["id"]: one["file_name"] for one in content["images"]}
+    return [
+        {"file_name": files[one["image_id"]], "category": names.get(one["category_id"], one["category_id"])}
+        for one in content["annotations"]
+    ]
+
+
+def _of_objects(path: Path, objects: Objects) -> Table:
+    """Return the table whose columns are the keys of the first object."""
+    _, first = next(objects(), ("", None))
+    if not isinstance(first, dict) or not first:
+        raise SourceError(f"{path}: has no objects with a file and a label: use a list of such objects, or CSV")
+    columns = tuple(first)
+
+    def rows() -> Iterator[Row]:
+        yield Row(str(path), columns)
+        for where, values in objects():
+            if not isinstance(values, dict) or not {*columns} <= {*values}:
+                raise SourceError(f"{where}: has not all of {', '.join(columns)}: correct it")
+            yield Row(where, [_as_text(values[name]) for name in columns])
+
+    return Table(path, columns, rows)
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,237 @@
+"""Tables of image files and labels, as Kaggle, labelling tools and the Hugging Face Hub write them.
+
+::
+
+    file,label,split
+    images/0001.jpg,cat,train
+    images/0002.jpg,dog,val
+
+With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or none, and an image several rows. With
+``--multi-hot`` every other column is a class::
+
+    file,cat,dog
+    images/0001.jpg,1,0
+
+A table ``train.csv`` has the validation images in ``val.csv``, if that lies beside it.
+"""
+
+import ast
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dali_train.data.convert.sources import Directory, Image, ImageFiles, Images, SourceError, Sources, hold_out
+from dali_train.data.dataset.manifest import (
+    SplitName,
+    SplitWord,
+    number_classes,
+    order_classes,
+    read_class_names,
+    split_word,
+    splits_of_words,
+    without_split_words,
+)
+from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
+from dali_train.extras.formats.image_finder import ImageFinder
+from dali_train.extras.formats.label_sets import LabelSets
+from dali_train.extras.formats.listing import Within, where_it_lies
+from dali_train.extras.formats.table_reader import Columns, Row, Table, find_columns, label_in, plain_name, split_in
+
+_log = logging.getLogger(__name__)
+_FEW = 10  # images, each of which may have a label of its own
+_ABSENT = "labels that the table says to be absent"
+
+
+def table(options: Namespace, within: Within = where_it_lies) -> Sources:
+    """Return the splits and the class names of the files that ``options.source`` names, each below its directory.
+
+    Classes are numbered by their names, whole numbers by their value. A column ``split`` with train, val and test
+    divides the images as these folders would.
+
+    Raises:
+        SourceError: no table, a column that is not there, a file that is missing, named twice or lies elsewhere, a row
+            without a label, or a split of another name.
+        DatasetError: ``options.class_names`` cannot be read, or lacks a class.
+    """
+    path: Path = options.source
+    if options.label_separator == "":
+        raise SourceError("--label-separator is empty: name what stands between two labels, such as ';'")
+    if options.label_separator is not None and options.multi_hot:
+        raise SourceError("--label-separator with --multi-hot, whose columns are the classes: use one of them")
+    reader = _Reader(options)
+    reader.read(path)
+    beside = _validation_beside(path)
+    if beside is not None and options.validation_fraction is None and all(row.split is None for row in reader.rows):
+        reader.read(beside, "val")
+    rows = _without_decimals(reader.rows)
+    names, numbers = _number_labels(rows, reader.classes, options.class_names)
+    if not reader.has_several and len(rows) >= _FEW and len(names) == len(rows):
+        raise SourceError(f"{path}: each of its {len(rows):,} images has a label of its own: name another --label-key")
+    splits = splits_of_words({row.split for row in rows if row.split is not None})
+    parts: dict[SplitName, list[Image | PassedOver]] = {}
+    sets = LabelSets()
+    for row in rows:
+        classes = [numbers[label] for label in row.labels]
+        value = classes if reader.has_several else classes[0]
+        image = Image(f"{path.parent}/", row.file, 0, row.size, sets.label(value, row.file))
+        if row.split is None or row.split in splits:
+            split: SplitName = "train" if row.split is None else splits[row.split]
+            parts.setdefault(split, []).append(image)
+        else:
+            parts.setdefault("train", []).append(PassedOver("", TEST_SPLIT))
+    parts["train" if "train" in parts else next(iter(parts))] += [PassedOver("", _ABSENT)] * reader.num_absent
+    read = Directory(path.parent).read
+    images = {split: Images(ImageFiles(part.copy, read), path.parent) for split, part in parts.items()}
+    sets.resolve(images)
+    return hold_out(images, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
+
+
+def has_validation(path: Path) -> bool:
+    """Return whether a table names images for validation; False also for a file that is none."""
+    with suppress(SourceError):
+        read = Table.open(path)
+        columns = find_columns(read, is_file=ImageFinder(path.parent).has)
+        if columns.split is None:
+            return _validation_beside(path) is not None
+        words = {split_in(row, columns) for row in read.rows(columns)}
+        return "validation" in splits_of_words({word for word in words if word is not None}).values()
+    return False
+
+
+def _validation_beside(path: Path) -> Path | None:
+    """Return the table of the validation images beside that of the training images, if they are called so."""
+    if split_word(path.stem) != "train":
+        return None
+    rest = without_split_words(path.stem)
+    beside = [
+        other
+        for other in sorted(path.parent.glob(f"*{path.suffix}"))
+        if split_word(other.stem) == "val" and without_split_words(other.stem) == rest
+    ]
+    return beside[0] if len(beside) == 1 else None
+
+
+def _number_labels(
+    rows: Iterable["_Row"], classes: list[str], class_names: Path | None
+) -> tuple[list[str], dict[str, int]]:
+    """Return the names of the classes in their order, and the number of each label."""
+    labels = classes or {label for row in rows for label in row.labels}
+    if class_names is not None:
+        names = read_class_names(class_names)
+        return names, dict(number_classes(labels, names, class_names))
+    is_numbered = all(label.isdecimal() for label in labels)
+    names = classes or order_classes({*labels}, "natural" if is_numbered else "name")
+    return names, {name: number for number, name in enumerate(names)}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """An image of the table, checked."""
+
+    file: str  # below the table's directory
+    size: int  # in bytes
+    labels: list[str]  # one, unless they are separated
+    split: SplitWord | None  # None: the table has no such column
+
+
+def _without_decimals(rows: list[_Row]) -> list[_Row]:
+    """Return the rows with whole numbers for 1.0, 2.0, ...: pandas writes these where a column once lacked a value."""
+    if not all(re.fullmatch(r"\d+\.0", label) for row in rows for label in row.labels):
+        return rows
+    return [replace(row, labels=[label.removesuffix(".0") for label in row.labels]) for row in rows]
+
+
+class _Reader:
+    """Reads the images of one or two tables."""
+
+    def __init__(self, options: Namespace) -> None:
+        self._options = options
+        self._separator: str | None = options.label_separator
+        self._finder = ImageFinder(options.source.parent)
+        self.has_several = self._separator is not None or options.multi_hot
+        self.classes: list[str] = []  # with --multi-hot
+        self.num_absent = 0  # rows of labels that an image does not have
+        self._images: dict[str, _Row] = {}
+        self._seen: dict[str, str] = {}  # file -> where
+
+    @property
+    def rows(self) -> list[_Row]:
+        return [*self._images.values()]
+
+    def read(self, path: Path, word: SplitWord | None = None) -> None:
+        """Read a table, whose images are all of one split if `word` names it. Raises SourceError: see `table`."""
+        options, read = self._options, Table.open(path)
+        columns = find_columns(
+            read,
+            image_key=options.image_key,
+            label_key=options.label_key,
+            multi_hot=options.multi_hot,
+            is_file=self._finder.has,
+        )
+        _log.warning("%s: %s", path.name, columns.described())
+        self.classes = [columns.names[number] for number in columns.classes]
+        absent = self._confidence(columns)
+        num_before = len(self._images)
+        for row in read.rows(columns):
+            if absent is not None and float(row.cells[absent] or 0) == 0:
+                self.num_absent += 1
+            else:
+                self._add(self._image(row, columns, word), row.where)
+        if len(self._images) == num_before:
+            raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
+
+    def _add(self, image: _Row, where: str) -> None:
+        earlier = self._images.setdefault(image.file, image)
+        path = where.rpartition(", ")[0]
+        before = self._seen.setdefault(image.file, where).removeprefix(f"{path}, ")
+        if earlier is image:
+            return
+        if earlier.split != image.split:
+            raise SourceError(f"{where}: {image.file} is in another split in {before}: use one of them")
+        if self._separator is None:
+            raise SourceError(
+                f"{where}: {image.file} is in {before} already: leave one out; where images have several labels, say "
+                "what stands between those in one cell: --label-separator ';'"
+            )
+        earlier.labels.extend(image.labels)
+
+    def _confidence(self, columns: Columns) -> int | None:
+        """Return the column of OpenImages that is 0 for a label that somebody has looked for in vain."""
+        plain = [plain_name(name) for name in columns.names]
+        return plain.index("confidence") if self._separator is not None and "confidence" in plain else None
+
+    def _image(self, row: Row, columns: Columns, word: SplitWord | None) -> _Row:
+        word = word or split_in(row, columns)
+        name = row.cells[columns.image].strip()
+        file, size = self._finder.find(name, row.where, word or split_word(self._options.source.stem))
+        if columns.label is None:
+            labels = [columns.names[number] for number in columns.classes if _is_one(row, number)]
+        else:
+            labels = self._labels(label_in(row, columns), row, name)
+        return _Row(file, size, [label for label in labels if label], word)
+
+    def _labels(self, text: str, row: Row, name: str) -> list[str]:
+        if text.startswith("[") and text.endswith("]"):  # JSON's list, or Python's as pandas writes it
+            if self._separator is None:
+                raise SourceError(f"{row.where}: {name} has a list of labels: say so by --label-separator ','")
+            try:
+                return [str(label) for label in ast.literal_eval(text)]
+            except (ValueError, SyntaxError) as error:
+                raise SourceError(f"{row.where}: {text[:60]} is no list of labels ({error}): correct it") from error
+        if self._separator is not None:
+            return [part.strip() for part in text.split(self._separator)]
+        if not text:
+            raise SourceError(f"{row.where}: {name} has no label: give it one, or leave it out")
+        return [text]
+
+
+def _is_one(row: Row, column: int) -> bool:
+    """Return whether a cell of --multi-hot says that the image has the class. Raises SourceError: it says nothing."""
+    text = row.cells[column].strip()
+    if text not in ("1", "1.0", "0", "0.0", "-1", "-1.0"):
+        raise SourceError(f"{row.where}: {text!r} under a class: use 1 for the images that have it, else 0 or -1")
+    return text.startswith("1")

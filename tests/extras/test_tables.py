@@ -1,0 +1,474 @@
+"""Datasets as people have them: every line of docs/your-dataset.md, and tables of every dialect."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dali_train import cli
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest
+from tests.conftest import REPOSITORY
+from tests.convert.files import (
+    SYNSETS,
+    small_photograph,
+    tar_bytes,
+    write_devkit,
+    write_tar,
+    write_training_archive,
+    write_validation_archive,
+)
+
+CLASSES = ("n01440764", "n01443537")
+Labels = dict[str, str]  # an image's name -> its class, or its classes with a comma between
+
+
+def put(root: Path, images: Iterable[str], files: dict[str, str] | None = None) -> None:
+    """Write another photograph for each image, and text files."""
+    for path in images:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(small_photograph(sum(map(ord, path)) * 31 + len(path)))
+    for path, text in (files or {}).items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, encoding="utf-8")
+
+
+def of_classes(pattern: str, classes: Iterable[str] = CLASSES, count: int = 2) -> list[str]:
+    return [pattern.format(c=name, n=number) for name in classes for number in range(count)]
+
+
+def labels(out: Path, split: str) -> Labels:
+    """Return the class of each image of a split, by the name of its file."""
+    opened = Split(out, split)  # type: ignore[arg-type]
+    names = opened.manifest.class_names
+    numbers = opened.rows["label"].tolist()
+    if opened.label_sets is None:
+        texts = [names[number] for number in numbers]
+    else:
+        texts = [",".join(names[one] for one in opened.label_sets[number] if one >= 0) for number in numbers]
+    return {re.split("[/:]", name)[-1]: text for name, text in zip(opened.file_names(), texts, strict=True)}
+
+
+def imagenet_archives(root: Path) -> None:
+    write_training_archive(root / "imagenet" / "ILSVRC2012_img_train.tar", num_images=1)
+    write_validation_archive(root / "imagenet" / "ILSVRC2012_img_val.tar", 2)
+    write_devkit(root / "imagenet" / "ILSVRC2012_devkit_t12.tar.gz", [*SYNSETS[:2]])
+
+
+def imagenet_folders(root: Path) -> None:
+    put(root / "imagenet", [*of_classes("train/{c}/{c}_{n}.JPEG"), *of_classes("val/{c}/val_{c}_{n}.JPEG")])
+
+
+def imagenet_of_kaggle(root: Path) -> None:
+    inner = root / "imagenet" / "ILSVRC" / "Data" / "CLS-LOC"
+    names = [f"ILSVRC2012_val_{number:08d}" for number in range(1, 4)]
+    put(inner, [*of_classes("train/{c}/{c}_{n}.JPEG"), *(f"val/{name}.JPEG" for name in names), "test/t_1.JPEG"])
+    rows = [f"{name},{CLASSES[n % 2]} 85 1 499 272 {CLASSES[n % 2]} 1 2 3 4\n" for n, name in enumerate(names)]
+    lists = {"ImageSets/CLS-LOC/val.txt": "ILSVRC2012_val_00000001 1\n", "Annotations/CLS-LOC/train/a.xml": ""}
+    put(root / "imagenet" / "ILSVRC", [], lists)
+    solution = "ImageId,PredictionString\n" + "".join(rows)
+    mapping = "".join(f"{name} fish, a fish\n" for name in CLASSES)
+    files = {"LOC_val_solution.csv": solution, "LOC_synset_mapping.txt": mapping}
+    put(root / "imagenet", [], files | {"LOC_sample_submission.csv": f"ImageId,PredictionString\nt_1,{CLASSES[0]}\n"})
+
+
+def imagenet_in_parquet(root: Path) -> None:
+    feature = {"image": {"_type": "Image"}, "label": {"names": [*CLASSES], "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": feature}})}
+    (root / "imagenet-1k" / "data").mkdir(parents=True)
+    for split, numbers in (("train", range(4)), ("validation", range(4, 6)), ("test", range(6, 7))):
+        images = [{"bytes": small_photograph(number), "path": f"{split}_{number}.JPEG"} for number in numbers]
+        content = pyarrow.table({"image": images, "label": [-1 if split == "test" else n % 2 for n in numbers]})
+        path = root / "imagenet-1k" / "data" / f"{split}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(content.replace_schema_metadata(metadata), path)
+
+
+def imagenet_in_webdataset(root: Path) -> None:
+    for split, name, numbers in (("train", "0000", range(4)), ("validation", "00", range(4, 6))):
+        members = [
+            (f"{CLASSES[number % 2]}_{number}.{ending}", content)
+            for number in numbers
+            for ending, content in (
+                ("cls", str(number % 2).encode()),
+                ("jpg", small_photograph(number)),
+                ("json", json.dumps({"label": number % 2, "class_name": CLASSES[number % 2]}).encode()),
+            )
+        ]
+        write_tar(root / "imagenet-1k-wds" / f"imagenet1k-{split}-{name}.tar", members)
+
+
+def imagenet_v2(root: Path) -> None:
+    put(root, of_classes("imagenetv2/{c}/{n}.jpeg", "01"), {"synsets.txt": "".join(f"{name}\n" for name in CLASSES)})
+
+
+def imagenet_a(root: Path) -> None:
+    put(root / "imagenet-a", of_classes("{c}/0.0_{n}.jpg"), {"README.txt": f"{CLASSES[0]} 0.0_0.jpg\n"})
+
+
+def imagenet_21k(root: Path) -> None:
+    for name in CLASSES:
+        members = [(f"{name}_{number}.JPEG", small_photograph(number + int(name[-1]))) for number in range(2)]
+        (root / "winter21_whole").mkdir(exist_ok=True)
+        (root / "winter21_whole" / f"{name}.tar").write_bytes(tar_bytes(members))
+
+
+def tiny_imagenet(root: Path) -> None:
+    root = root / "tiny-imagenet-200"
+    validation = [f"val_{number}.JPEG" for number in range(3)]
+    notes = "".join(f"{name}\t{CLASSES[n % 2]}\t0\t32\t44\t62\n" for n, name in enumerate(validation))
+    boxes = {f"train/{name}/{name}_boxes.txt": f"{name}_0.JPEG\t0\t10\t63\t58\n" for name in CLASSES}
+    lists = {"wnids.txt": "\n".join(CLASSES), "words.txt": f"{CLASSES[0]}\ttench\n", "val/val_annotations.txt": notes}
+    put(root, of_classes("train/{c}/images/{c}_{n}.JPEG"), boxes | lists)
+    put(root, [*(f"val/images/{name}" for name in validation), "test/images/test_0.JPEG"])
+
+
+def imagenette(root: Path) -> None:
+    put(root / "imagenette2-320", [*of_classes("train/{c}/{c}_{n}.JPEG"), *of_classes("val/{c}/{c}_v{n}.JPEG")])
+    noisy = f"path,noisy_labels_0,is_valid\ntrain/{CLASSES[0]}/{CLASSES[0]}_0.JPEG,{CLASSES[1]},False\n"
+    put(root / "imagenette2-320", [], {"noisy_imagenette.csv": noisy})
+
+
+def cifar(root: Path) -> None:
+    put(root / "cifar10", [*of_classes("train/{c}/{c}{n}.png"), *of_classes("test/{c}/{c}_t{n}.png")])
+
+
+def places(root: Path) -> None:
+    images = [*of_classes("train/{c}/{c}{n}.jpg"), *of_classes("val/{c}/{c}_v{n}.jpg")]
+    lists = {"train.txt": f"train/{CLASSES[0]}/{CLASSES[0]}0.jpg 0\n", "val.txt": f"val/{CLASSES[0]}/x.jpg 0\n"}
+    put(root / "places365_standard", images, lists)
+
+
+def inaturalist(root: Path) -> None:
+    images = [*of_classes("train/{c}/{c}{n}.jpg"), *of_classes("val/{c}/{c}_v{n}.jpg")]
+    put(root / "inat2021", images, {"train.json": '{"images": []}', "val.json": '{"images": []}'})
+
+
+def inaturalist_2018(root: Path) -> None:
+    categories = [{"id": number, "name": name} for number, name in enumerate(CLASSES)]
+    for split, first, count in (("train", 0, 4), ("val", 4, 2)):
+        names = [f"train_val2018/Insecta/{n % 2}/i{n}.jpg" for n in range(first, first + count)]
+        put(root / "inat2018", names)
+        content = {
+            "images": [{"id": 7 + n, "file_name": name} for n, name in enumerate(names)],
+            "annotations": [{"image_id": 7 + n, "category_id": n % 2, "id": n} for n in range(count)],
+            "categories": categories,
+        }
+        put(root / "inat2018", [], {f"{split}2018.json": json.dumps(content)})
+
+
+def openimages(root: Path) -> None:
+    for split, word in (("train", "train"), ("validation", "val")):
+        names = [f"{number:016x}" for number in (range(3) if word == "train" else range(3, 5))]
+        put(root / "openimages", [f"{split}/{name}.jpg" for name in names])
+        rows = [f"{name},verification,/m/{label},{n % 2 or label}" for n, name in enumerate(names) for label in (0, 1)]
+        text = "\n".join(["ImageID,Source,LabelName,Confidence", *rows, ""])
+        put(root / "openimages", [], {f"oidv7-{word}-annotations-human-imagelabels.csv": text})
+
+
+def kaggles_competition(root: Path) -> None:
+    put(root / "cassava", [f"train_images/{number}.jpg" for number in range(4)] + ["test_images/0.jpg"])
+    rows = "".join(f"{number}.jpg,{number % 2}\n" for number in range(4))
+    put(
+        root / "cassava",
+        [],
+        {"train.csv": f"image_id,label\n{rows}", "sample_submission.csv": "image_id,label\n0.jpg,4\n"},
+    )
+
+
+def ham10000(root: Path) -> None:
+    put(root / "ham10000", [f"HAM10000_images_part_{1 + n // 2}/ISIC_{n}.jpg" for n in range(4)])
+    rows = "".join(f"HAM_{n},ISIC_{n},{'bkl' if n % 2 else 'mel'},histo,80.0\n" for n in range(4))
+    put(root / "ham10000", [], {"HAM10000_metadata.csv": f"lesion_id,image_id,dx,dx_type,age\n{rows}"})
+
+
+def pets(root: Path) -> None:
+    put(root / "pets", [f"images/Abyssinian_{n}.jpg" for n in range(4)])
+    put(root / "pets", [], {"trainval.txt": "".join(f"Abyssinian_{n} {1 + n % 2} 1 1\n" for n in range(4))})
+
+
+def hubs_image_folder(root: Path) -> None:
+    put(root / "photos", [f"{split}/{n:04d}.jpg" for split in ("train", "test") for n in range(3)])
+    rows = [(f"{n:04d}.jpg", CLASSES[n % 2]) for n in range(3)]
+    lines = "".join(json.dumps({"file_name": name, "label": label}) + "\n" for name, label in rows)
+    text = "".join(f"{name},{label}\n" for name, label in rows)
+    put(root / "photos", [], {"train/metadata.csv": f"file_name,label\n{text}", "test/metadata.jsonl": lines})
+
+
+def fastais_table(root: Path) -> None:
+    put(root / "mnist_sample", [f"train/{n}.png" for n in range(5)])
+    rows = "".join(f"train/{n}.png,{3 + 4 * (n % 2)},{n > 2}\n" for n in range(5))
+    put(root / "mnist_sample", [], {"labels.csv": f"name,label,is_valid\n{rows}"})
+
+
+# The first word of a line of the page -> what makes its files, the images of each split, and some that must be there.
+DATASETS: dict[str, tuple[Callable[[Path], None], dict[str, int], dict[str, Labels]]] = {
+    "ImageNet, official archives": (imagenet_archives, {"train": 5, "validation": 2}, {}),
+    "ImageNet, class folders": (imagenet_folders, {"train": 4, "validation": 4}, {}),
+    "ImageNet, Kaggle": (
+        imagenet_of_kaggle,
+        {"train": 4, "validation": 3},
+        {
+            "train": {f"{CLASSES[1]}_0.JPEG": CLASSES[1]},
+            "validation": {f"ILSVRC2012_val_{n + 1:08d}.JPEG": CLASSES[n % 2] for n in range(3)},
+        },
+    ),
+    "ImageNet, Hub, Parquet": (imagenet_in_parquet, {"train": 4, "validation": 2}, {}),
+    "ImageNet, Hub, WebDataset": (imagenet_in_webdataset, {"train": 4, "validation": 2}, {}),
+    "ImageNet-V2": (imagenet_v2, {"train": 4}, {}),
+    "ImageNet-A": (imagenet_a, {"train": 4}, {}),
+    "ImageNet-21k": (imagenet_21k, {"train": 2, "validation": 2}, {}),
+    "Tiny ImageNet": (
+        tiny_imagenet,
+        {"train": 4, "validation": 3},
+        {"validation": {f"val_{n}.JPEG": CLASSES[n % 2] for n in range(3)}},
+    ),
+    "Imagenette": (imagenette, {"train": 4, "validation": 4}, {"train": {f"{CLASSES[0]}_0.JPEG": CLASSES[0]}}),
+    "CIFAR as folders": (cifar, {"train": 4, "validation": 4}, {}),
+    "Places365": (places, {"train": 4, "validation": 4}, {}),
+    "iNaturalist 2021": (inaturalist, {"train": 4, "validation": 4}, {}),
+    "iNaturalist 2017": (
+        inaturalist_2018,
+        {"train": 4, "validation": 2},
+        {"train": {"i1.jpg": CLASSES[1]}, "validation": {"i4.jpg": CLASSES[0], "i5.jpg": CLASSES[1]}},
+    ),
+    "OpenImages": (
+        openimages,
+        {"train": 3, "validation": 2},
+        {"train": {f"{n:016x}.jpg": "/m/0,/m/1" if n % 2 else "/m/1" for n in range(3)}},
+    ),
+    "A Kaggle competition": (kaggles_competition, {"train": 2, "validation": 2}, {}),
+    "HAM10000": (ham10000, {"train": 4}, {"train": {f"ISIC_{n}.jpg": "bkl" if n % 2 else "mel" for n in range(4)}}),
+    "Oxford Pets": (pets, {"train": 4}, {"train": {f"Abyssinian_{n}.jpg": str(1 + n % 2) for n in range(4)}}),
+    "An image folder of the Hub": (
+        hubs_image_folder,
+        {"train": 3, "validation": 3},
+        {split: {f"{n:04d}.jpg": CLASSES[n % 2] for n in range(3)} for split in ("train", "validation")},
+    ),
+    "fastai's tables": (fastais_table, {"train": 3, "validation": 2}, {"validation": {"3.png": "7", "4.png": "3"}}),
+}
+LINES = [line.split(" | ") for line in (REPOSITORY / "docs" / "your-dataset.md").read_text().splitlines()[6:]]
+LINES = LINES[: next(number for number, line in enumerate(LINES) if len(line) < 3)]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[0].strip("| ")[:25])
+def test_each_line_of_the_page(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (name,) = [name for name in DATASETS if line[0].removeprefix("| ").startswith(name)]
+    make, counts, expected = DATASETS[name]
+    make(tmp_path)
+    command = re.findall("`([^`]+)`", line[2])[0]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(shlex.split(command)) == 0, capsys.readouterr().err
+    out = Path(command.split()[-1])
+    assert {split: facts.num_records for split, facts in Manifest.read(out).splits.items()} == counts
+    for split, images in expected.items():
+        found = labels(out, split)
+        assert {image: found[image] for image in images} == images
+    if command.startswith("data index"):
+        assert cli.main(["data", "verify", str(out)]) == 0, capsys.readouterr().err
+
+
+def test_the_page_has_every_dataset() -> None:
+    assert len(LINES) == len(DATASETS)
+
+
+CATS = {"a.jpg": "cat", "b.JPEG": "dog", "é.png": "cat"}
+ROWS = "a.jpg,cat\nb.JPEG,dog\né.png,cat\n"
+TSV, SEMICOLONS, BARS, SPACES = (ROWS.replace(",", separator) for separator in "\t;| ")
+IDS = "a,cat\nB,dog\nE\u0301,cat\n"  # in another case, and another Unicode form
+OBJECTS = [{"file_name": name, "label": label, "box": [1, 2]} for name, label in CATS.items()]
+COCO = {
+    "images": [{"id": n, "file_name": name} for n, name in enumerate(CATS)],
+    "annotations": [{"image_id": n, "category_id": label == "dog"} for n, label in enumerate(CATS.values())],
+    "categories": [{"id": 0, "name": "cat"}, {"id": 1, "name": "dog"}],
+}
+JSON_LINES = "\n".join(map(json.dumps, OBJECTS))
+SPLITS = "file,label,{}\na.jpg,cat,{}\nb.JPEG,dog,{}\né.png,cat,{}\n"
+# Name of the table, its text, more options, the right answer: the labels (of training and of validation images, if
+# there are two), or a part of the message.
+Answer = Labels | tuple[Labels, Labels] | str
+DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
+    "commas": ("t.csv", f"file,label\n{ROWS}", "", CATS),
+    "a byte order mark": ("t.csv", f"file,label\n{ROWS}".encode("utf-8-sig"), "", CATS),
+    "UTF-16 of Excel": ("t.txt", f"file\tlabel\n{TSV}".encode("utf-16"), "", CATS),
+    "Latin-1": ("t.csv", f"file,label\n{ROWS}".encode("latin-1"), "", "use CSV in UTF-8"),
+    "semicolons": ("t.csv", f"file;label\n{SEMICOLONS}", "", CATS),
+    "sep=": ("t.csv", f"sep=;\nfile;label\n{SEMICOLONS}", "", CATS),
+    "tabs": ("t.tsv", f"file\tlabel\n{TSV}", "", CATS),
+    "tabs in .csv": ("t.csv", f"file\tlabel\n{TSV}", "", CATS),
+    "bars": ("t.txt", f"file|label\n{BARS}", "", CATS),
+    "Windows' lines": ("t.csv", f"file,label\r\n{ROWS}".replace("\n", "\r\n").replace("\r\r", "\r"), "", CATS),
+    "quotes": ("t.csv", 'file,label\n"a.jpg","cat"\n"b.JPEG","dog"\n"é.png",cat\n', "", CATS),
+    "a quoted comma": (
+        "t.csv",
+        'file,label\na.jpg,"cat, tabby"\nb.JPEG,dog\n',
+        "",
+        {"a.jpg": "cat, tabby", "b.JPEG": "dog"},
+    ),
+    "spaces in headings": ("t.csv", f" File Name , Label \n{ROWS}", "", CATS),
+    "blank lines": ("t.csv", f"\nfile,label\n\n{ROWS}\n\n", "", CATS),
+    "no heading": ("t.csv", ROWS, "", CATS),
+    "a list": ("t.txt", SPACES, "", CATS),
+    "a list with a slash": ("t.txt", f"/{SPACES}".replace("\n", "\n/")[:-1], "", CATS),
+    "the label first": ("t.csv", "cat,a.jpg\ndog,b.JPEG\n", "", {"a.jpg": "cat", "b.JPEG": "dog"}),
+    "pandas' index": (
+        "t.csv",
+        "," + "file,label\n" + "".join(f"{n},{row}\n" for n, row in enumerate(ROWS.split())),
+        "",
+        CATS,
+    ),
+    "pandas' numbers": (
+        "t.csv",
+        "file,label\na.jpg,0.0\nb.JPEG,10.0\né.png,2.0\n",
+        "",
+        {"a.jpg": "0", "b.JPEG": "10", "é.png": "2"},
+    ),
+    "ids": ("t.csv", f"id,breed\n{IDS}", "", CATS),
+    "backslashes": ("t.csv", "file,label\n.\\a.jpg,cat\nsub\\c.jpg,dog\n", "", {"a.jpg": "cat", "c.jpg": "dog"}),
+    "a folder that is not named": ("t.csv", "file,label\na.jpg,cat\nc.jpg,dog\n", "", {"a.jpg": "cat", "c.jpg": "dog"}),
+    "two folders": (
+        "t.csv",
+        "file,label\na.jpg,cat\nd.jpg,dog\n",
+        "",
+        "is in several folders, as other/d.jpg and sub/d.jpg",
+    ),
+    "elsewhere": ("t.csv", "file,label\n../a.jpg,cat\n", "", "does not lie below"),
+    "JSON lines": ("t.jsonl", JSON_LINES, "", CATS),
+    "JSON lines called JSON": ("t.json", JSON_LINES, "", CATS),
+    "one object a file": ("t.jsonl", json.dumps(OBJECTS[0]), "", {"a.jpg": "cat"}),
+    "a list of objects": ("t.json", json.dumps(OBJECTS, indent=1), "", CATS),
+    "an object of labels": ("t.json", json.dumps(CATS), "", CATS),
+    "COCO": ("t.json", json.dumps(COCO), "", CATS),
+    "JSON that is none": ("t.json", '{"images": 3}', "", "cannot be read as a table"),
+    "a key that is missing": ("t.jsonl", JSON_LINES + '\n{"file_name": "a.jpg"}', "", "line 4: has not all of"),
+    "is_valid": (
+        "t.csv",
+        SPLITS.format("is_valid", True, False, "False"),
+        "",
+        ({"b.JPEG": "dog", "é.png": "cat"}, {"a.jpg": "cat"}),
+    ),
+    "is_valid, 0 and 1": (
+        "t.csv",
+        SPLITS.format("Is Valid", 0, 1, 0),
+        "",
+        ({"a.jpg": "cat", "é.png": "cat"}, {"b.JPEG": "dog"}),
+    ),
+    "set": ("t.csv", SPLITS.format("Set", "Training", "valid", "test"), "", ({"a.jpg": "cat"}, {"b.JPEG": "dog"})),
+    "a split of another name": ("t.csv", SPLITS.format("split", "train", "later", "val"), "", "is no split"),
+    "a fold": ("t.csv", SPLITS.format("fold", 0, 1, 2), "", CATS),
+    "columns of other names": ("t.csv", f"x,y z\n{ROWS}", "--image-key x --label-key 'y z'", CATS),
+    "no such column": ("t.csv", f"x,y\n{ROWS}", "--image-key z", "has no column z, but x, y"),
+    "a list of labels": (
+        "t.csv",
+        "file,label\na.jpg,\"['cat', 'dog']\"\nb.JPEG,[]\n",
+        "--label-separator ,",
+        {"a.jpg": "cat,dog", "b.JPEG": ""},
+    ),
+    "a list where one label is": ("t.jsonl", '{"file": "a.jpg", "label": ["cat", "dog"]}', "", "--label-separator"),
+    "--multi-hot": (
+        "t.csv",
+        "file,cat,dog,is_valid\na.jpg,1,1,0\nb.JPEG,0,1,1\n",
+        "--multi-hot",
+        ({"a.jpg": "cat,dog"}, {"b.JPEG": "dog"}),
+    ),
+    "--multi-hot with a fold": ("t.csv", "file,cat,fold\na.jpg,1,1\n", "--multi-hot", "the column fold is no class"),
+    "--multi-hot with pandas' index": (
+        "t.csv",
+        ",file,cat\n0,a.jpg,1\n",
+        "--multi-hot",
+        "column without a name is no class",
+    ),
+    "a label for each image": (
+        "t.csv",
+        "file,label\n" + "".join(f"many/{n}.jpg,{n}\n" for n in range(12)),
+        "",
+        "has a label of its own",
+    ),
+    "a spreadsheet": ("t.xlsx", b"PK\3\4" + bytes(99), "", "save the table as CSV"),
+    "an old spreadsheet": ("t.xls", b"\xd0\xcf\x11\xe0" + bytes(99), "", "save the table as CSV"),
+    "nothing": ("t.csv", "", "", "has no rows"),
+    "a readme": ("t.txt", "Please cite us.\n", "", "has no column"),
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dialects(dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    name, content, options, answer = DIALECTS[dialect]
+    put(tmp_path, [*CATS, "sub/c.jpg", "sub/d.jpg", "other/d.jpg", *(f"many/{n}.jpg" for n in range(12))])
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    out = tmp_path / "index"
+    status = cli.main(["data", "index", str(tmp_path / name), "--out", str(out), *shlex.split(options)])
+    printed = capsys.readouterr().err
+    if isinstance(answer, str):
+        assert status == 2 and answer in printed
+        return
+    assert status == 0, printed
+    expected = answer if isinstance(answer, tuple) else (answer,)
+    splits = ("train", "validation")
+    assert [labels(out, split) for split in splits[: len(expected)]] == [*expected]
+    assert len(Manifest.read(out).splits) == len(expected)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{name}: ")]
+    assert "files from" in line and (dialect != "a fold" or "not used: fold" in line)
+
+
+FLAT = [f"val/{n}.jpg" for n in range(3)]
+TRAIN = of_classes("train/{c}/t{n}.jpg", ("cat", "dog"))
+ANSWERS = "file,label\n0.jpg,cat\n1.jpg,dog\n2.jpg,cat\n"
+RIGHT = {"0.jpg": "cat", "1.jpg": "dog", "2.jpg": "cat"}
+# The images, the tables, and the right answer: the labels of the validation split, or a part of the message.
+FOLDERS: dict[str, tuple[list[str], dict[str, str], Labels | str]] = {
+    "in the split": ([*TRAIN, *FLAT], {"val/labels.csv": ANSWERS}, RIGHT),
+    "beside the split": ([*TRAIN, *FLAT], {"val.csv": ANSWERS}, RIGHT),
+    "of the training split": ([*TRAIN, *FLAT], {"train.csv": ANSWERS}, "an image outside of a class folder"),
+    "a sample of a submission": (
+        [*TRAIN, *FLAT],
+        {"val_submission.csv": ANSWERS},
+        "an image outside of a class folder",
+    ),
+    "other classes": (
+        [*TRAIN, *FLAT],
+        {"val.csv": ANSWERS.replace("dog", "owl")},
+        "an image outside of a class folder",
+    ),
+    "numbers": ([*TRAIN, *FLAT], {"val.txt": "0.jpg 0\n1.jpg 1\n2.jpg 2\n"}, "an image outside of a class folder"),
+    "an image too many": ([*TRAIN, *FLAT, "val/3.jpg"], {"val.csv": ANSWERS}, "val/3.jpg: has no row in"),
+    "two that agree": ([*TRAIN, *FLAT], {"val/a.csv": ANSWERS, "val/b.csv": ANSWERS}, RIGHT),
+    "two that do not": (
+        [*TRAIN, *FLAT],
+        {"val/a.csv": ANSWERS, "val/b.csv": ANSWERS.replace("1.jpg,dog", "1.jpg,cat")},
+        "have different labels for the images",
+    ),
+    "one table for both": (
+        [*FLAT, *(f"train/{n}.jpg" for n in range(3))],
+        {"labels.csv": ANSWERS},
+        "may be an image of either split",
+    ),
+    "class folders and a table": (
+        [*TRAIN, "val/cat/0.jpg", "val/dog/1.jpg"],
+        {"val.csv": ANSWERS},
+        {"0.jpg": "cat", "1.jpg": "dog"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_labels_beside_the_images_of_a_split(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    images, tables, answer = FOLDERS[case]
+    put(tmp_path / "photos", images, tables)
+    status = cli.main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / "index")])
+    printed = capsys.readouterr().err
+    if isinstance(answer, str):
+        assert status == 2 and answer in printed
+        return
+    assert status == 0, printed
+    assert labels(tmp_path / "index", "validation") == answer
+    assert ("labels of 3 images from" in caplog.text) == ("class folders" not in case)
