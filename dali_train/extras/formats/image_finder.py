@@ -1,7 +1,10 @@
 """Which file a table means: tables name images without their folder or suffix, or as another system spells them."""
 
+import os
+import stat
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -38,19 +41,20 @@ class ImageFinder:
         below = self._below(name, where)
         found = self._there(below)
         if len(found) > 1 and word is not None:
-            found = [path for path in found if split_word(path[: -len(below)]) == word] or found
+            of_split = {path: size for path, size in found.items() if split_word(path[: -len(below)]) == word}
+            found = of_split or found
         if len(found) > 1:
             raise SourceError(
-                f"{where}: {name!r} is in several folders, as {' and '.join(found[:3])}: put the table beside the "
+                f"{where}: {name!r} is in several folders, as {' and '.join([*found][:3])}: put the table beside the "
                 "images, or write the folder's name before theirs"
             )
-        path = found[0] if found else self._spelt_otherwise(below)
-        if path is None:
+        found = found or self._spelt_otherwise(below)
+        if not found:
             looked = f" (nor in {', '.join(self._folders[:5])})" if self._folders else ""
             raise SourceError(
                 f"{where}: there is no file {self._directory / below}{looked}: restore it, or leave the row out"
             )
-        return path, (self._directory / path).stat().st_size
+        return next(iter(found.items()))
 
     def has(self, name: str) -> bool:
         """Return whether a name is that of an image."""
@@ -61,14 +65,15 @@ class ImageFinder:
         return True
 
     def _below(self, name: str, where: str) -> str:
+        if name and name[0] not in "./" and not any(part in name for part in ("\\", "..", "//")):
+            return name  # nearly always, and pathlib takes longer than all else
         path = PurePosixPath(name)
         if "\\" in name and not (self._directory / name).exists():
             path = PurePosixPath(name.replace("\\", "/"))
+        is_elsewhere = False
         if path.is_absolute():
             is_elsewhere = not path.is_relative_to(self._directory) and Path(path).exists()
             path = path.relative_to(self._directory if path.is_relative_to(self._directory) else "/")
-        else:
-            is_elsewhere = False
         if not path.name or ".." in path.parts or is_elsewhere:
             raise SourceError(
                 f"{where}: {name!r} does not lie below {self._directory}, the table's directory: put the table above "
@@ -76,37 +81,43 @@ class ImageFinder:
             )
         return str(path)
 
-    def _there(self, name: str) -> list[str]:
-        """Return the file of this name, or with a suffix, else those in the folders."""
+    def _there(self, name: str) -> dict[str, int]:
+        """Return the file of this name, or with a suffix, else those in the folders, and their sizes."""
         for suffix in (self._last, *_SUFFIXES):
             for folders in (("",), self._folders):
-                found = [
-                    path for folder in folders if (self._directory / (path := f"{folder}{name}{suffix}")).is_file()
-                ]
+                found = self._sizes(f"{folder}{name}{suffix}" for folder in folders)
                 if found:
                     self._last = suffix
                     return found
-        return []
+        return {}
+
+    def _sizes(self, paths: Iterable[str]) -> dict[str, int]:
+        """Return those of the paths that are files, and their sizes."""
+        sizes = {}
+        for path in paths:
+            with suppress(OSError, ValueError):  # of names that are none, such as text of 1,000 letters
+                status = os.stat(f"{self._directory}/{path}")  # noqa: PTH116  a table may have millions
+                if stat.S_ISREG(status.st_mode):
+                    sizes[path] = status.st_size
+        return sizes
 
     @cached_property
     def _folders(self) -> tuple[str, ...]:
         """The folders in the directory, and those in them, each with a slash at its end; none if there are many."""
         folders: list[str] = []
-        places = [*_folders_in(self._directory)]
-        if images_root(self._directory) != self._directory:
-            places = [KAGGLES_IMAGENET]
-        for folder in places:
+        is_kaggles = images_root(self._directory) != self._directory
+        for folder in [KAGGLES_IMAGENET] if is_kaggles else _folders_in(self._directory):
             folders += [f"{folder}/", *(f"{folder}/{inner}/" for inner in _folders_in(self._directory / folder))]
             if len(folders) > _MOST_FOLDERS:
                 return ()
         return tuple(folders)
 
-    def _spelt_otherwise(self, name: str) -> str | None:
+    def _spelt_otherwise(self, name: str) -> dict[str, int]:
         """Return the one file whose path differs in case, in the Unicode form or in the suffix's case alone."""
         found = {*self._spellings.get(_normal(name), ())}
         for suffix in IMAGE_SUFFIXES:
             found.update(self._spellings.get(_normal(f"{name}{suffix}"), ()))
-        return found.pop() if len(found) == 1 else None
+        return self._sizes(found) if len(found) == 1 else {}
 
     @cached_property
     def _spellings(self) -> dict[str, list[str]]:
@@ -125,5 +136,6 @@ def _normal(path: str) -> str:
     return unicodedata.normalize("NFC", path).casefold()
 
 
-def _folders_in(directory: Path) -> Iterator[str]:
-    return (path.name for path in sorted(directory.iterdir()) if path.is_dir() and not is_hidden(path.name))
+def _folders_in(directory: Path) -> list[str]:
+    with os.scandir(directory) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))

@@ -36,6 +36,7 @@ from dali_train.data.dataset.manifest import (
     without_split_words,
 )
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
+from dali_train.data.progress import SHORT_S, Progress
 from dali_train.extras.formats.image_finder import ImageFinder
 from dali_train.extras.formats.label_sets import LabelSets
 from dali_train.extras.formats.listing import Within, where_it_lies
@@ -151,6 +152,7 @@ class _Reader:
     def __init__(self, options: Namespace) -> None:
         self._options = options
         self._separator: str | None = options.label_separator
+        self._word = split_word(options.source.stem)  # decides where two folders have a file
         self._finder = ImageFinder(options.source.parent)
         self.has_several = self._separator is not None or options.multi_hot
         self.classes: list[str] = []  # with --multi-hot
@@ -176,11 +178,13 @@ class _Reader:
         self.classes = [columns.names[number] for number in columns.classes]
         absent = self._confidence(columns)
         num_before = len(self._images)
-        for row in read.rows(columns):
-            if absent is not None and float(row.cells[absent] or 0) == 0:
-                self.num_absent += 1
-            else:
-                self._add(self._image(row, columns, word), row.where)
+        with Progress(f"reading {path.name}", total=None, unit="rows", delay_s=SHORT_S) as progress:
+            for row in read.rows(columns):
+                progress.update(1)
+                if absent is not None and float(row.cells[absent] or 0) == 0:
+                    self.num_absent += 1
+                else:
+                    self._add(self._image(row, columns, word), row.where)
         if len(self._images) == num_before:
             raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
 
@@ -207,7 +211,7 @@ class _Reader:
     def _image(self, row: Row, columns: Columns, word: SplitWord | None) -> _Row:
         word = word or split_in(row, columns)
         name = row.cells[columns.image].strip()
-        file, size = self._finder.find(name, row.where, word or split_word(self._options.source.stem))
+        file, size = self._finder.find(name, row.where, word or self._word)
         if columns.label is None:
             labels = [columns.names[number] for number in columns.classes if _is_one(row, number)]
         else:
