@@ -438,6 +438,12 @@ FOLDERS: dict[str, tuple[list[str], dict[str, str], Labels | str]] = {
         "an image outside of a class folder",
     ),
     "numbers": ([*TRAIN, *FLAT], {"val.txt": "0.jpg 0\n1.jpg 1\n2.jpg 2\n"}, "an image outside of a class folder"),
+    "named with their folder": ([*TRAIN, *FLAT], {"labels.csv": ANSWERS.replace("\n", "\nval/")[:-4]}, RIGHT),
+    "in another folder": (
+        [*TRAIN, *FLAT],
+        {"labels.csv": ANSWERS.replace("\n", "\nother/")[:-6]},
+        "an image outside of a class folder",
+    ),
     "an image too many": ([*TRAIN, *FLAT, "val/3.jpg"], {"val.csv": ANSWERS}, "val/3.jpg: has no row in"),
     "two that agree": ([*TRAIN, *FLAT], {"val/a.csv": ANSWERS, "val/b.csv": ANSWERS}, RIGHT),
     "two that do not": (

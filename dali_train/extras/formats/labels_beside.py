@@ -51,13 +51,13 @@ def labels_beside(directory: Path, word: SplitWord | None, classes: Collection[s
     Raises:
         SourceError: tables side by side have different labels.
     """
-    names = _names_in_one_folder(directory)
+    folder, names = _images_in_one_folder(directory)
     if not names:
         return None
     above = directory.absolute().parents
     places = [directory, *above[:2], *(parent for parent in above[:6] if (parent / KAGGLES_IMAGENET).is_dir())]
     for place in places:
-        found = [read for table in _tables_in(place, word) if (read := _read(table, names, word)) is not None]
+        found = [read for table in _tables_in(place, word) if (read := _read(table, folder, names, word)) is not None]
         fitting = [read for read in found if classes is None or {*read.by_name.values()} <= {*classes}]
         if not fitting:
             continue
@@ -84,17 +84,18 @@ def refuse_shared(used: Sequence[LabelsBeside]) -> None:
             )
 
 
-def _names_in_one_folder(directory: Path) -> set[str]:
-    """Return the names of a directory's images, if all lie in it, or in one folder in it; none else."""
+def _images_in_one_folder(directory: Path) -> tuple[Path, set[str]]:
+    """Return the folder that all images of a directory lie in, itself or the only one in it, and their names; no names
+    if there is none."""
     try:
         entries = [path for path in directory.iterdir() if not is_hidden(path.name)]
     except OSError:  # the listing says what is wrong with it
-        return set()
+        return directory, set()
     folders = [path for path in entries if path.is_dir()]
     names = _images_among(entries)
-    if not names and len(folders) == 1:
-        names = _images_among(folders[0].iterdir())
-    return names
+    if names or len(folders) != 1:
+        return directory, names
+    return folders[0], _images_among(folders[0].iterdir())
 
 
 def _images_among(paths: Iterable[Path]) -> set[str]:
@@ -117,12 +118,15 @@ def _tables_in(place: Path, word: SplitWord | None) -> list[Path]:
     return tables[:_MOST_TABLES]
 
 
-def _read(path: Path, names: Collection[str], word: SplitWord | None) -> LabelsBeside | None:
-    """Return the labels that a table has of images by these names; None if it has none of them."""
+def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | None) -> LabelsBeside | None:
+    """Return the labels that a table has of images by these names in a folder; None if it has none of them."""
     stems = {PurePosixPath(name).stem: name for name in names}
+    place = folder.absolute().parts
 
     def named(cell: str) -> str | None:
-        name = PurePosixPath(cell.replace("\\", "/")).name
+        *above, name = PurePosixPath(cell.replace("\\", "/").strip("/")).parts or ("",)
+        if above and place[-len(above) :] != (*above,):
+            return None  # in another folder
         return name if name in names else stems.get(name)
 
     by_name: dict[str, str] = {}
@@ -135,7 +139,7 @@ def _read(path: Path, names: Collection[str], word: SplitWord | None) -> LabelsB
             if name is None or not label or split_in(row, columns) not in (None, word):
                 continue
             if by_name.setdefault(name, label) != label:
-                return None  # names of different folders, or several labels an image
+                return None  # several labels an image
     except SourceError:  # a readme, a list of classes, ...
         return None
     return LabelsBeside(path, by_name, columns.described()) if by_name else None

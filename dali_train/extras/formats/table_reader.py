@@ -186,6 +186,7 @@ def _no_column(table: Table, option: str, key: str | None, usual: Sequence[str])
     return SourceError(
         f"{table.path}: has no column {wanted}, but {there}: name one with {option}"
         + ("" if key else ", or if these are no headings, write one such as file,label above")
+        + ("; --multi-hot if each class has a column" if option == "--label-key" else "")
     )
 
 
