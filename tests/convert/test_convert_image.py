@@ -15,6 +15,7 @@ from dali_train.data.dataset.image_file import BadImageError, DecodeChecker, ima
 from dali_train.errors import DatasetError
 from tests.conftest import encoded, photograph
 from tests.convert.files import small_photograph
+from tests.dataset.image_kinds import netpbm, tiff
 
 BUDGET = MemoryBudget(10**8)
 SIZE = np.array([[40, 60]], np.int32)  # height and width
@@ -26,6 +27,23 @@ def prepared(content: bytes, **encoding: Any) -> StoredImage:
 
 def opened(stored: StoredImage) -> Image.Image:
     return Image.open(io.BytesIO(stored.content))
+
+
+def dark(highest: int) -> list[bytes]:
+    """Return images of 16 bits whose values end at `highest`."""
+    grey = np.linspace(0, highest, 64).astype(np.uint16).reshape(8, 8)
+    rgb = np.dstack([grey] * 3)
+    alpha = np.full_like(grey, 0xFFFF)
+    return [
+        encoded(Image.fromarray(grey), "PNG"),
+        encoded(Image.fromarray(grey), "JPEG2000"),
+        tiff(grey[..., None], photometric=1),
+        tiff(rgb),
+        tiff(np.dstack([rgb, alpha]), t338=(3, [2])),
+        netpbm("P2", grey, 0xFFFF),
+        netpbm("P5", grey, 0xFFFF),
+        netpbm("P6", rgb, 0xFFFF),
+    ]
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -142,6 +160,22 @@ def test_large_images_shrink_and_small_ones_stay(limits: dict, size: tuple[int, 
         assert opened(stored).size == size == (stored.width, stored.height)
 
 
+@pytest.mark.parametrize("size", [(12_000, 9_000), (16_320, 12_240)])
+@pytest.mark.parametrize("options", [{"short_side": 90}, {"max_side": 120, "format": "raw"}])
+def test_photographs_too_large_to_decode_shrink(size: tuple[int, int], options: dict[str, Any]) -> None:
+    content = encoded(Image.linear_gradient("L").resize(size), "JPEG", progressive=size[0] == 12_000)
+    before = Image.MAX_IMAGE_PIXELS
+    stored = prepared(content, **options)
+    assert before == Image.MAX_IMAGE_PIXELS, "PIL's settings are the user's"
+    assert (stored.width, stored.height) == (120, 90)
+    pixels = np.frombuffer(stored.content, np.uint8) if stored.is_raw else np.asarray(opened(stored).convert("RGB"))
+    expected = np.asarray(Image.linear_gradient("L").resize((120, 90)).convert("RGB"), float)
+    assert np.abs(pixels.reshape(expected.shape) - expected).max() < 8
+    for other in ({}, {"max_side": size[0] - 1}):
+        with pytest.raises(BadImageError, match=f"{size[0]} x {size[1]} pixels: .* convert` does, .* --short-side or"):
+            prepared(content, **other)
+
+
 def test_quality_decides_the_size() -> None:
     image = encoded(photograph(1, 100, 120), "PNG")
     assert len(prepared(image, quality=50).content) < len(prepared(image, quality=95).content) / 2
@@ -170,6 +204,11 @@ def test_raw_pixels_are_those_of_the_image() -> None:
         (
             encoded(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF"),
             "floating-point pixels: convert it to 8 bits first",
+        ),
+        *(
+            (content, f"would be black: has values from 0 to {highest} in 16 bits, where 65,535 is white; multiply")
+            for number, highest in ((255, "255"), (4095, "4,095"))
+            for content in dark(number)
         ),
     ],
 )

@@ -193,6 +193,13 @@ def top_down(bmp: bytes) -> bytes:
     return bmp[:22] + struct.pack("<i", -height) + bmp[26:]
 
 
+def with_odd_chunk(image: Image.Image) -> bytes:
+    """Return a WebP whose EXIF is behind a chunk of odd length, and the byte that pads it."""
+    webp = encoded(image, "WEBP", lossless=True, exif=with_orientation(1))
+    place = webp.index(b"EXIF")
+    return b"".join([b"RIFF", struct.pack("<I", len(webp) + 2), webp[8:place], b"XMP \1\0\0\0 \0", webp[place:]])
+
+
 def frames(kind: str, **options: Any) -> Make:
     """Return a maker of an animation, or of several pages, whose first one is the picture."""
     return lambda image: encoded(
@@ -246,6 +253,8 @@ KINDS = [
     Kind("PNG, grey and alpha", lambda image: encoded(opaque_to_clear(image, "LA"), "PNG")),
     Kind("PNG, RGBA", lambda image: encoded(opaque_to_clear(image), "PNG")),
     Kind("PNG, grey, 16 bits", lambda image: encoded(Image.fromarray(sixteen(image, "L")[..., 0]), "PNG")),
+    Kind("PNG, grey, 8 bits in 16", lambda image: encoded(Image.fromarray(sixteen(image, "L")[..., 0] // 256), "PNG")),
+    Kind("PNG, grey, 16 bits, black", lambda image: encoded(Image.fromarray(0 * sixteen(image, "L")[..., 0]), "PNG")),
     Kind("PNG, RGB, 16 bits", magick("-gamma", "0.9", "-depth", "16", suffix=".png", prefix="PNG48:"), "convert"),
     Kind("PNG, RGBA, 16 bits", magick("-gamma", "0.9", "-depth", "16", suffix=".png", prefix="PNG64:"), "convert"),
     Kind("PNG, grey, one level transparent", saved("PNG", "L", transparency=3)),
@@ -294,6 +303,7 @@ KINDS = [
     Kind("WebP, lossless", saved("WEBP", lossless=True)),
     Kind("WebP, RGBA", lambda image: encoded(opaque_to_clear(image), "WEBP", lossless=True)),
     Kind("WebP, EXIF orientation 6", saved("WEBP", exif=with_orientation(6))),
+    Kind("WebP, EXIF behind a chunk of odd length", with_odd_chunk),
     Kind("WebP, animated", frames("WEBP", lossless=True)),
     Kind("TIFF, RGB", SAVED_TIFF),
     Kind("TIFF, grey", saved("TIFF", "L")),
@@ -415,6 +425,7 @@ KINDS = [
     Kind("TIFF, big-endian", lambda image: tiff(array(image), order=">")),
     Kind("TIFF, RGB, big-endian, 16 bits", lambda image: tiff(sixteen(image), order=">")),
     *(Kind(f"TIFF, EXIF orientation {number}", saved("TIFF", exif=with_orientation(number))) for number in range(2, 9)),
+    Kind("TIFF, RGB, 12 bits in 16", lambda image: tiff(sixteen(image) // 16)),
     Kind("TIFF, two pages", frames("TIFF")),
     Kind("TIFF, tiles", TIFFCP("tiffcp", "-t", "-w", "16", "-l", "16", "IN", "OUT"), "tiffcp"),
     Kind("TIFF, a plane per colour", TIFFCP("tiffcp", "-p", "separate", "IN", "OUT"), "tiffcp"),
@@ -434,6 +445,7 @@ KINDS = [
     Kind("PPM, up to 1023", lambda image: netpbm("P6", sixteen(image) // 64, 1023)),
     Kind("PGM, in ASCII, up to 1023", lambda image: netpbm("P2", sixteen(image, "L") // 64, 1023)),
     Kind("PPM, in ASCII, 16 bits", lambda image: netpbm("P3", sixteen(image), 65535)),
+    Kind("PPM, 8 bits in 16", lambda image: netpbm("P6", sixteen(image) // 256, 65535)),
     Kind("PPM, up to 1", lambda image: netpbm("P6", array(image) // 128, 1)),
     Kind("PFM", lambda image: encoded(image.convert("F"), "PPM")),
     Kind("JPEG 2000, RGB", saved("JPEG2000")),
@@ -441,6 +453,10 @@ KINDS = [
     Kind("JPEG 2000, grey", saved("JPEG2000", "L")),
     Kind("JPEG 2000, RGBA", lambda image: encoded(opaque_to_clear(image), "JPEG2000")),
     Kind("JPEG 2000, grey, 16 bits", lambda image: encoded(Image.fromarray(sixteen(image, "L")[..., 0]), "JPEG2000")),
+    Kind(
+        "JPEG 2000, grey, 12 bits in 16",
+        lambda image: encoded(Image.fromarray(sixteen(image, "L")[..., 0] // 16), "JPEG2000"),
+    ),
     Kind("JPEG 2000, grey and alpha", lambda image: encoded(opaque_to_clear(image, "LA"), "JPEG2000")),
     Kind("JPEG 2000, YCbCr", saved("JPEG2000", "YCbCr")),
     Kind("JPEG 2000, CMYK", saved("JPEG2000", "CMYK")),

@@ -25,14 +25,14 @@ import dali_train
 from dali_train.cli import main
 from dali_train.config import DataConfig
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, prepare
-from dali_train.data.dataset.image_file import BadImageError
+from dali_train.data.dataset.image_file import IMAGE_FORMATS, IMAGE_SUFFIXES, BadImageError
 from dali_train.data.dataset.index import Split, sizes_of
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading.dali import Feed, crop_graph, crop_inputs, decode_repeatedly
 from dali_train.data.loading.decoders import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
-from tests.conftest import REPOSITORY
-from tests.dataset.image_kinds import KINDS, Kind
+from tests.conftest import REPOSITORY, encoded
+from tests.dataset.image_kinds import KINDS, SIZES, Kind, picture
 
 DOCUMENT = REPOSITORY / "tests" / "dataset" / "image-kinds.md"
 NORMALISE = ((0, 0, 0), (255, 255, 255))
@@ -213,6 +213,18 @@ def test_the_document_has_these_rows(outcomes: Outcomes) -> None:
         assert row(name, cells) in document, f"{row(name, cells)}run python -m tests.dataset.test_image_kinds"
     if len(AVAILABLE) == len(KINDS):
         assert document.count("\n| ") == len(KINDS) + 1
+
+
+def test_files_are_found_by_every_suffix_of_these_kinds(tmp_path: Path) -> None:
+    read = {*IMAGE_FORMATS, "GIF", "MPO", "DIB"}
+    registered = {suffix for suffix, name in Image.registered_extensions().items() if name in read}
+    assert registered - IMAGE_SUFFIXES == {".pfm"}, "floating-point samples alone"
+    for number, suffix in enumerate([*IMAGE_SUFFIXES, *map(str.upper, IMAGE_SUFFIXES), ".heic", ".pfm"]):
+        path = tmp_path / "photos" / f"class {number % 2}" / f"{number}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(picture(number, *SIZES[0]), "JPEG"))
+    assert main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / "index")]) == 0
+    assert len(Split(tmp_path / "index", "train")) == 2 * len(IMAGE_SUFFIXES)
 
 
 if __name__ == "__main__":

@@ -366,7 +366,11 @@ def test_predictions_are_the_mean_over_the_views_of_the_evaluation(
 
 
 def test_predict_goes_on_past_files_that_are_none(
-    finished: Path, photographs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    finished: Path,
+    photographs: list[Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """In a directory, and below it, in one line each, without what libraries write; the API has names, and says which
     files it left out."""
@@ -387,6 +391,7 @@ def test_predict_goes_on_past_files_that_are_none(
         printed = capfd.readouterr()
         assert [line.split()[0] for line in printed.out.splitlines()[1:]] == [str(path) for path in sorted(photographs)]
         *lines, last = printed.err.splitlines()
+        assert f"{tmp_path / 'more'}: 1 file passed over: 1 .txt" in caplog.text
         assert sorted(line.split()[0] for line in lines) == sorted(map(str, faults))
         assert last == "dali-train predict: 4 of 7 images cannot be classified"
     assert main(["predict", str(finished), str(noisy)]) == 0
@@ -396,6 +401,38 @@ def test_predict_goes_on_past_files_that_are_none(
     assert predictions.names == [f"class {number}" for number in predictions.classes[:, 0]]
     assert "is not an image in a known format" in predictions.unreadable[text]
     assert "cannot be decoded" in predictions.unreadable[truncated]
+
+
+def test_predict_takes_of_a_directory_what_a_conversion_takes(
+    finished: Path,
+    photographs: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    content = photographs[0].read_bytes()
+    classified = ["1.jpg", "a/2.JFIF", "a/b/3.jp2"]
+    hidden = ["._1.jpg", ".ipynb_checkpoints/1.jpg", ".Trash-1000/files/1.jpg", "__MACOSX/._1.jpg", "a/@eaDir/1.jpg"]
+    for name in [*classified, *hidden, "a/2.heic", "b/notes"]:
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "photos" / "again").symlink_to(tmp_path / "photos")
+    assert main(["predict", str(finished), str(tmp_path / "photos"), "--picture", str(tmp_path / "picture.png")]) == 0
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert lines == [str(tmp_path / "photos" / name) for name in classified]
+    counts = "5 hidden (a), 1 link to a folder, 1 .heic (a), 1 without suffix (b)"
+    assert f"photos: 8 files passed over: {counts}" in caplog.text
+
+
+def test_predict_shrinks_what_is_too_large_to_decode(finished: Path, tmp_path: Path) -> None:
+    for name, image in {
+        "large": Image.linear_gradient("L").resize((10_400, 9_700)),
+        "small": Image.linear_gradient("L").resize((104, 97)),
+    }.items():
+        image.save(tmp_path / f"{name}.jpg", quality=100)
+    found = dali_train.predict(finished, [tmp_path / "large.jpg", tmp_path / "small.jpg"])
+    np.testing.assert_allclose(*found.probabilities, atol=0.02)
 
 
 def test_a_name_that_is_no_text(finished: Path, photographs: list[Path], tmp_path: Path) -> None:

@@ -19,18 +19,25 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from dali_train.data.dataset.image_file import (
+    DARK_LEVEL,
     IMAGE_FORMATS,
+    MAX_DRAFTED,
+    MAX_PIXELS,
     MAX_SIDE,
     BadImageError,
     check_grey,
+    check_levels,
     check_size,
+    has_wide_samples,
     is_jpeg,
     open_image,
     parse_jpeg_header,
+    wide_levels,
 )
 from dali_train.errors import DatasetError
 
 MAX_ENCODED_BYTES = 100_000_000
+_COEFFICIENT_BYTES = 6  # a pixel of a progressive JPEG, which libjpeg holds all of at any scale
 _FORMATS = (*IMAGE_FORMATS, "GIF")  # which becomes another format here
 _TURNED = {  # EXIF orientation -> what makes the picture upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -118,14 +125,18 @@ def prepare(image: RawImage, encoding: EncodingOptions, budget: MemoryBudget) ->
         return image
     if isinstance(image, np.ndarray):
         # Pixels that were never a JPEG lose no colour resolution on becoming one.
-        return _store(Image.fromarray(image), encoding, orientation=1, chroma_subsampling=False)
+        pixels = Image.fromarray(image)
+        target = _target_size(pixels.width, pixels.height, encoding)
+        return _store(pixels, encoding, target=target, orientation=1, chroma_subsampling=False)
     if len(image) > MAX_ENCODED_BYTES:
         raise BadImageError(f"{len(image):,} bytes: an image may have {MAX_ENCODED_BYTES:,}")
     if encoding.format == "jpeg" and is_jpeg(image):
         header = parse_jpeg_header(image)
-        check_size(header.height, header.width)
+        target = _target_size(header.width, header.height, encoding)
+        if target is None:
+            check_size(header.height, header.width)
         turns = encoding.apply_orientation and header.orientation != 1
-        if header.is_plain and not turns and _target_size(header.width, header.height, encoding) is None:
+        if header.is_plain and not turns and target is None:
             return StoredImage(image, header.height, header.width, rotated=header.orientation != 1, unchecked=True)
     return reencode(image, encoding, budget)
 
@@ -143,7 +154,8 @@ def upright(content: bytes) -> bytes:
 
 
 def as_png(content: bytes, *, turn: bool = False) -> bytes:
-    """Return the pixels of which a conversion would make a JPEG, RGB or grey, as a PNG.
+    """Return the pixels of which a conversion would make a JPEG, RGB or grey, as a PNG; of a JPEG with more than
+    `MAX_PIXELS`, at half its size.
 
     Args:
         turn: turn them upright, as the EXIF orientation says.
@@ -152,8 +164,8 @@ def as_png(content: bytes, *, turn: bool = False) -> bytes:
         BadImageError: not an image, or damaged.
     """
     with open_image(content, _FORMATS) as image:
-        check_size(image.height, image.width)
-        pixels = _decoded(image)
+        _draft(image, (image.width // 2, image.height // 2))
+        pixels = _decoded(image, content)
         orientation = orientation_of(image)
     if turn and orientation in _TURNED:
         pixels = pixels.transpose(_TURNED[orientation])
@@ -165,26 +177,49 @@ def as_png(content: bytes, *, turn: bool = False) -> bytes:
 def reencode(content: bytes, encoding: EncodingOptions, budget: MemoryBudget) -> StoredImage:
     """Decode an image with PIL and re-encode it. Raises BadImageError: PIL cannot decode it."""
     with open_image(content, _FORMATS) as image:
-        check_size(image.height, image.width)
-        resized = _target_size(image.width, image.height, encoding) is not None
-        kind = "resized" if resized else f"{image.mode} {image.format}"
-        was_jpeg = image.format in ("JPEG", "MPO")
-        was_plain = was_jpeg and image.mode in ("RGB", "L") and not resized
+        target = _target_size(image.width, image.height, encoding)
+        num_bytes = _draft(image, target)
+        kind = f"{image.mode} {image.format}" if target is None else "resized"
+        was_jpeg = image.format == "JPEG"
+        was_plain = was_jpeg and image.mode in ("RGB", "L") and target is None
         # PIL takes 4 bytes per pixel, and again for a smaller or turned copy, and for one of another mode.
         num_copies = 3 if encoding.apply_orientation and image.mode not in ("RGB", "L") else 2
-        with budget.held(4 * num_copies * image.width * image.height):
-            pixels = _decoded(image)
+        with budget.held(num_bytes + 4 * num_copies * image.width * image.height):
+            pixels = _decoded(image, content)
             orientation = orientation_of(image)
-            stored = _store(pixels, encoding, orientation=orientation, chroma_subsampling=was_jpeg)
+            stored = _store(pixels, encoding, target=target, orientation=orientation, chroma_subsampling=was_jpeg)
     # Raw pixels are decoded whatever they were, and turned ones are counted as such: there is nothing else to report.
     return stored if encoding.format == "raw" or (stored.turned and was_plain) else replace(stored, reencoded=kind)
 
 
+def _draft(image: Image.Image, target: tuple[int, int] | None) -> int:
+    """Have a JPEG with more than `MAX_PIXELS` decoded at 1/2 to 1/8 of its size if that is not less than its `target`,
+    (width, height).
+
+    Returns:
+        The bytes that libjpeg needs beyond those of the smaller image.
+
+    Raises:
+        BadImageError: too large even so, or not to be shrunk, or no JPEG.
+    """
+    width, height = image.size
+    if target is not None and MAX_PIXELS < width * height <= MAX_DRAFTED:
+        image.draft(None, target)
+        if image.width * image.height <= MAX_PIXELS:
+            return _COEFFICIENT_BYTES * width * height
+    check_size(height, width)
+    return 0
+
+
 def _store(
-    pixels: Image.Image, encoding: EncodingOptions, *, orientation: int, chroma_subsampling: bool
+    pixels: Image.Image,
+    encoding: EncodingOptions,
+    *,
+    target: tuple[int, int] | None,
+    orientation: int,
+    chroma_subsampling: bool,
 ) -> StoredImage:
-    target = _target_size(pixels.width, pixels.height, encoding)
-    if target is not None:
+    if target is not None and target != pixels.size:
         pixels = _shrunk(pixels, target)
     rotated = orientation in _TURNED
     if turned := rotated and encoding.apply_orientation:
@@ -230,16 +265,28 @@ def orientation_of(image: Image.Image) -> int:
     return orientation if orientation in _TURNED else 1
 
 
-def _decoded(image: Image.Image) -> Image.Image:
-    """Return an image as RGB or grey. Raises BadImageError: PIL cannot decode it, or its values have no usual range."""
+def _decoded(image: Image.Image, content: bytes) -> Image.Image:
+    """Return what was opened from `content` as RGB or grey. Raises BadImageError: PIL cannot decode it, or its values
+    have no usual range."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL's doubts about metadata
-            return _to_rgb_or_grey(image)
+            pixels = _to_rgb_or_grey(image)
+        if pixels.mode == "RGB" and has_wide_samples(content):
+            _check_rgb(pixels, content)
+        return pixels
     except BadImageError:
         raise
     except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
         raise BadImageError(f"cannot be decoded: {error}") from error
+
+
+def _check_rgb(pixels: Image.Image, content: bytes) -> None:
+    """Raises BadImageError: as `check_levels`, for an image of 16 bits of which PIL gives 8."""
+    levels = np.asarray(pixels)
+    lowest, highest = int(levels.min()), int(levels.max())
+    if highest << 8 <= DARK_LEVEL:
+        check_levels(*(wide_levels(content) or (lowest << 8, highest << 8 | 0xFF)))
 
 
 def _to_rgb_or_grey(image: Image.Image) -> Image.Image:
@@ -253,6 +300,7 @@ def _to_rgb_or_grey(image: Image.Image) -> Image.Image:
             raise BadImageError(
                 f"mode {image.mode} with values from {values.min()} to {values.max()}: 16 bits are understood"
             )
+        check_levels(int(values.min()), int(values.max()))
         return Image.fromarray((values >> 8).astype(np.uint8))
     if image.mode == "F":
         raise BadImageError("floating-point pixels: convert it to 8 bits first")

@@ -13,17 +13,26 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 MAX_PIXELS = 100_000_000  # ImageNet's largest image has 61 million; much larger ones would exhaust memory
+MAX_DRAFTED = 500_000_000  # of a JPEG that is decoded to fewer; phones make 200 million
 MAX_SIDE = 65_500  # libjpeg's limit, and what the index can hold
 # What DALI decodes, and all that PIL may open: by default it opens dozens more, and runs Ghostscript for an EPS.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
-IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+# What is taken for an image by its name, in small letters: what these formats, and GIF, are called.
+IMAGE_SUFFIXES = frozenset(
+    (
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".jfi", ".jif", ".mpo", ".png", ".apng", ".bmp", ".dib", ".webp", ".gif"),
+        *(".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx"),
+    )
+)
 _JPEG_PROCESSES = (0, 1, 2)  # baseline, extended, progressive: the others are lossless, hierarchical or arithmetic
 
 _START = b"\xff\xd8"
@@ -133,23 +142,40 @@ def _misread_ppm(image: Any, encoded: bytes | memoryview) -> str | None:
 
 
 def _misread_jpeg2000(image: Any, encoded: bytes | memoryview) -> str | None:
-    """Read the image and tile size segment of the codestream (ITU-T T.800, A.5.1), and the container's color space."""
     content = bytes(encoded)
-    start = content.find(b"\xff\x4f\xff\x51")
     try:
-        *_, left, top, _, _, _, _, count = struct.unpack_from(">HH8IH", content, start + 4)
-        components = [struct.unpack_from("BBB", content, start + 42 + 3 * number) for number in range(count)]
+        (left, top), components = _codestream(content)
     except struct.error:
         return "without a header"
-    space = content.find(b"colr\x01", 0, max(start, 0))  # enumerated; an embedded profile is ignored by both
+    # The container's: enumerated; an embedded profile is ignored by both.
+    space = content.find(b"colr\x01", 0, max(content.find(_CODESTREAM), 0))
     if space >= 0 and content[space + 7 : space + 11] not in (b"\0\0\0\x10", b"\0\0\0\x11"):
         return "that is neither sRGB nor grey"
     if any(steps != [1, 1] for _, *steps in components) or left or top:
         return "with samples at other places than pixels"
-    depths = [depth for depth, *_ in components]  # bits less 1, and 128 for signed ones
+    depths = [depth for depth, *_ in components]
     if depths in ([7], [7] * 3, [7] * 4, [15]):
         return None
-    return f"of mode {image.mode} with {count} components of {', '.join(str((d & 127) + 1) for d in depths)} bits"
+    bits = ", ".join(str((depth & 127) + 1) for depth in depths)
+    return f"of mode {image.mode} with {len(components)} components of {bits} bits"
+
+
+_CODESTREAM = b"\xff\x4f\xff\x51"  # of JPEG 2000: its start, and the marker of image and tile size
+
+
+def _codestream(content: bytes) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
+    """Read the image and tile size of a JPEG 2000 (ITU-T T.800, A.5.1).
+
+    Returns:
+        The image's offset, (left, top); and of each component the bits less 1, plus 128 for signed ones, and the steps
+        between its samples.
+
+    Raises:
+        struct.error: there is no such segment, or it is cut off.
+    """
+    start = content.find(_CODESTREAM)
+    *_, left, top, _, _, _, _, count = struct.unpack_from(">HH8IH", content, start + 4)
+    return (left, top), [struct.unpack_from("BBB", content, start + 42 + 3 * number) for number in range(count)]
 
 
 _ORIENTATION, _COMPRESSION, _PHOTOMETRIC = 274, 259, 262  # tags of TIFF 6.0
@@ -162,6 +188,41 @@ _MISREAD_KINDS: dict[str, Callable[[Any, bytes | memoryview], str | None]] = {
 }
 
 
+_NEVER_WIDE = (b"\xff\xd8", b"BM", b"RIFF", b"GIF8")  # how JPEG, BMP, WebP and GIF begin; a JPEG of 12 bits is refused
+_PNG = b"\x89PNG"
+_WHITE = 0xFFFF  # in 16 bits
+DARK_LEVEL = 1 << 13  # of 16 bits: below, 8 bits leave 32 levels; values of 12 bits that were not scaled are
+
+
+def has_wide_samples(encoded: bytes | memoryview) -> bool:
+    """Return whether an image has more than 8 bits a sample, by its header. Raises BadImageError: as `open_image`."""
+    begin = bytes(encoded[:25])
+    if begin.startswith(_NEVER_WIDE):
+        return False
+    if begin.startswith(_PNG):
+        return begin[24:] == b"\x10"
+    image: Any = open_image(encoded)
+    if image.format == "TIFF":
+        return max(image.tag_v2.get(_BITS, (1,))) > 8
+    if image.format == "JPEG2000":
+        try:
+            return any(depth & 127 > 7 for depth, *_ in _codestream(bytes(encoded))[1])
+        except struct.error:
+            return False
+    arguments = image.tile[0][3]  # of a PPM
+    return bool(image.mode == "I" or (not isinstance(arguments, str) and arguments[1] > 255))
+
+
+def check_levels(lowest: int, highest: int) -> None:
+    """Raises BadImageError: values of 16 bits, from `lowest` to `highest`, that are next to black in 8. Zeros alone may
+    be meant so."""
+    if 0 < highest < DARK_LEVEL:
+        raise BadImageError(
+            f"would be black: has values from {lowest:,} to {highest:,} in 16 bits, where {_WHITE:,} is white; "
+            "multiply them so that they fill that range, or save it with 8 bits"
+        )
+
+
 def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FORMATS) -> Image.Image:
     """Read an image's header with PIL. Its pixels are decoded when they are first asked for, and that may raise
     anything.
@@ -172,6 +233,8 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FOR
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PIL's doubts about metadata, and about sizes, which `check_size` judges
+            if is_jpeg(encoded):  # `Image.open` refuses large ones, which can be decoded to fewer pixels
+                return JpegImageFile(io.BytesIO(encoded))
             return Image.open(io.BytesIO(encoded), formats=formats)
     except Image.UnidentifiedImageError as error:
         begin = bytes(encoded[:8])
@@ -179,7 +242,7 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FOR
             f"is not an image in a known format ({', '.join(formats)}); it begins with {begin!r}"
         ) from error
     except Image.DecompressionBombError as error:
-        raise BadImageError(f"has more than {MAX_PIXELS:,} pixels: refused as a decompression bomb") from error
+        raise BadImageError(f"has more pixels than PIL opens: {_TOO_MANY}") from error
     except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
         raise BadImageError(f"is not an image that can be read ({type(error).__name__}: {error})") from error
 
@@ -196,15 +259,18 @@ def decode_rgb(encoded: bytes | memoryview) -> Image.Image:
         raise BadImageError(f"cannot be decoded ({type(error).__name__}: {error})") from error
 
 
+_TOO_MANY = (
+    f"over {MAX_PIXELS:,} are refused as a decompression bomb; shrink it (`dali-train data convert` does, a JPEG of up "
+    f"to {MAX_DRAFTED:,}, with --short-side or --max-side at half of its own or less), or remove it"
+)
+
+
 def check_size(height: int, width: int) -> None:
     """Raises BadImageError: no pixels, or too many."""
     if min(height, width) < 1:
         raise BadImageError(f"has {width} x {height} pixels: there is nothing to decode")
     if width * height > MAX_PIXELS:
-        raise BadImageError(
-            f"has {width} x {height} pixels: over {MAX_PIXELS:,} are refused as a decompression bomb; shrink or "
-            "remove it"
-        )
+        raise BadImageError(f"has {width} x {height} pixels: {_TOO_MANY}")
     if max(width, height) > MAX_SIDE:
         raise BadImageError(f"has {width} x {height} pixels: a side may have {MAX_SIDE:,}; shrink or remove it")
 
@@ -290,12 +356,14 @@ def _exif_orientation(block: bytes) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
+_WEBP_EXIF = 8  # the flag in a VP8X chunk
 BATCH_PIXELS = 8_000_000  # decoded together at most, but for a larger single image
 _NOISE = re.compile(r"Current pipeline object|Critical error in pipeline|C\+\+ context|\[")
 
 
 def _why_undecodable(encoded: bytes, error: RuntimeError) -> str:
-    """Return why DALI failed on an image with `error`: PIL's message if PIL fails too, since DALI's says little."""
+    """Return why DALI failed on an image with `error`: PIL's message if PIL fails too, since DALI's says little; else
+    what to do."""
     try:
         image_size(encoded)
         open_image(encoded).load()
@@ -303,7 +371,10 @@ def _why_undecodable(encoded: bytes, error: RuntimeError) -> str:
         return f"it {fault}"
     except Exception as fault:  # PIL's decoders raise nearly any kind on damaged files
         return str(fault)
-    return f"DALI says: {dali_reason(error)}"
+    remedy = "convert it with `dali-train data convert`, or save it as PNG"
+    if encoded[12:16] == b"VP8X" and encoded[20] & _WEBP_EXIF:
+        return f"DALI cannot parse a WebP with EXIF behind a chunk of odd length, which is valid: remove it, {remedy}"
+    return f"DALI says: {dali_reason(error)}, though PIL reads it: {remedy}"
 
 
 def dali_reason(error: RuntimeError) -> str:
@@ -323,15 +394,22 @@ class DecodeChecker:
     BATCH = 16
 
     def __init__(self) -> None:
-        from nvidia.dali import Pipeline, fn, types  # takes half a second: imported only where something is decoded
+        from nvidia.dali import types  # takes half a second: imported only where something is decoded
 
-        pipeline: Any = Pipeline(batch_size=self.BATCH, num_threads=1, device_id=None, prefetch_queue_depth=1)
-        with pipeline:
-            encoded = fn.external_source(name="encoded", no_copy=True)
-            images: Any = fn.decoders.image(encoded, device="cpu", output_type=types.GRAY, adjust_orientation=False)
-            pipeline.set_outputs(images.shape())
-        pipeline.build()
-        self._pipeline = pipeline
+        self._pipeline = _build_decoder(
+            lambda images: images.shape(), batch_size=self.BATCH, output_type=types.GRAY, dtype=types.UINT8
+        )
+
+    @cached_property
+    def _levels(self) -> Any:
+        from nvidia.dali import fn, types
+
+        return _build_decoder(
+            lambda images: (fn.reductions.min(images), fn.reductions.max(images)),
+            batch_size=1,
+            output_type=types.RGB,
+            dtype=types.UINT16,
+        )
 
     def failures(self, images: Sequence[bytes | NDArray[np.uint8]], sizes: NDArray[np.int32]) -> dict[int, str]:
         """Return the position in `images` (at most ``BATCH``) of each that does not decode, or not to its size, and
@@ -351,12 +429,31 @@ class DecodeChecker:
         others = np.flatnonzero((decoded != sizes).any(axis=1)).tolist()
         return {number: _describe_sizes(decoded[number], sizes[number]) for number in others}
 
+    def levels(self, image: bytes | memoryview) -> tuple[int, int]:
+        """Return the lowest and the highest value of an image in 16 bits, as RGB. Raises RuntimeError: DALI fails."""
+        self._levels.feed_input("encoded", [np.frombuffer(image, np.uint8)])
+        lowest, highest = self._levels.run()
+        return int(np.array(lowest.at(0))), int(np.array(highest.at(0)))
+
     def _decode(self, images: Sequence[bytes | NDArray[np.uint8]]) -> NDArray[np.int64]:
         """Return the height and width to which each image decodes, (n, 2). Raises RuntimeError: one does not."""
         self._pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in images])
         (shapes,) = self._pipeline.run()
         decoded: NDArray[np.int64] = np.array(shapes.as_array())[:, :2]  # a copy: DALI uses its memory again
         return decoded
+
+
+def _build_decoder(results: Callable[[Any], Any], *, batch_size: int, **options: Any) -> Any:
+    """Return a pipeline that decodes its input "encoded" on one thread and gives the `results`."""
+    from nvidia.dali import Pipeline, fn
+
+    pipeline: Any = Pipeline(batch_size=batch_size, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    with pipeline:
+        encoded = fn.external_source(name="encoded", no_copy=True)
+        found = results(fn.decoders.image(encoded, device="cpu", adjust_orientation=False, **options))
+        pipeline.set_outputs(*(found if isinstance(found, tuple) else (found,)))
+    pipeline.build()
+    return pipeline
 
 
 def _describe_sizes(decoded: NDArray[np.int64], known: NDArray[np.int32]) -> str:
@@ -366,13 +463,29 @@ def _describe_sizes(decoded: NDArray[np.int64], known: NDArray[np.int32]) -> str
 _threads = threading.local()  # each thread's checker
 
 
+def _own_checker() -> DecodeChecker:
+    if not hasattr(_threads, "checker"):
+        _threads.checker = DecodeChecker()
+    checker: DecodeChecker = _threads.checker
+    return checker
+
+
+def wide_levels(encoded: bytes | memoryview) -> tuple[int, int] | None:
+    """Return the lowest and the highest value in 16 bits, of the colours of an image with more than 8 bits a sample;
+    None if DALI does not read it."""
+    try:
+        image_size(encoded)
+        return _own_checker().levels(encoded)
+    except (BadImageError, RuntimeError):
+        return None
+
+
 def decode_failures(images: Sequence[bytes | memoryview], sizes: NDArray[np.int32]) -> dict[int, str]:
-    """Return the position of each of `images` that DALI does not decode to its size, and what is wrong with it.
+    """Return the position of each of `images` that DALI does not decode to its size, or to black (see `check_levels`),
+    and what is wrong with it.
 
     As many are decoded together as fit into memory, but at least one. For `sizes` see `DecodeChecker.failures`.
     """
-    if not hasattr(_threads, "checker"):
-        _threads.checker = DecodeChecker()
     pixels = sizes.astype(np.int64).prod(axis=1)
     failures: dict[int, str] = {}
     first = 0
@@ -380,7 +493,13 @@ def decode_failures(images: Sequence[bytes | memoryview], sizes: NDArray[np.int3
         sums = np.cumsum(pixels[first : first + DecodeChecker.BATCH])
         end = first + max(1, int(np.searchsorted(sums, BATCH_PIXELS, side="right")))
         contents = [np.frombuffer(image, np.uint8) for image in images[first:end]]
-        found = _threads.checker.failures(contents, sizes[first:end])
+        found = _own_checker().failures(contents, sizes[first:end])
         failures |= {first + number: reason for number, reason in found.items()}
         first = end
+    for number, image in enumerate(images):
+        if number not in failures and has_wide_samples(image) and (levels := wide_levels(image)) is not None:
+            try:
+                check_levels(*levels)
+            except BadImageError as error:
+                failures[number] = str(error)
     return failures

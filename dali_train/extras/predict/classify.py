@@ -4,6 +4,7 @@ programs."""
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ from dali_train.data.convert.image import MAX_ENCODED_BYTES, as_png, upright
 from dali_train.data.dataset.image_file import (
     IMAGE_SUFFIXES,
     BadImageError,
-    DecodeChecker,
+    decode_failures,
     decode_rgb,
     image_size,
 )
 from dali_train.data.dataset.index import Split, open_split
+from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_passed_over
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.decoders import PixelFormat
@@ -95,14 +97,13 @@ class _Classifier:
             ConfigError: not even one of them is an image.
         """
         files, unreadable = _image_files(images)
-        checker = DecodeChecker()
         parts, classified, damaged = [], list[Path](), list[Path]()
         for start in range(0, len(files), _AT_ONCE):
             contents = dict[Path, bytes]()
             for path in files[start : start + _AT_ONCE]:
                 with self._listening() as heard:
                     try:
-                        contents[path] = self._read(path, checker)
+                        contents[path] = self._read(path)
                     except OSError as error:
                         unreadable[path] = f"cannot be read: {error.strerror}"
                     except BadImageError as error:
@@ -128,12 +129,12 @@ class _Classifier:
     def _listening(self) -> AbstractContextManager[Callable[[], bytes]]:
         return captured_errors() if self.hears_libraries else nullcontext(bytes)
 
-    def _read(self, path: Path, checker: DecodeChecker) -> bytes:
+    def _read(self, path: Path) -> bytes:
         """Return a file as the data path takes it. Raises OSError, BadImageError: it cannot be read or decoded."""
         content = _upright(path) if self.applies_orientation else read_limited(path, MAX_ENCODED_BYTES)
         try:
             sizes = np.array([image_size(content)], np.int32)
-            is_read = self.decoder == "pil" or not checker.failures([content], sizes)
+            is_read = self.decoder == "pil" or not decode_failures([content], sizes)
         except BadImageError:
             is_read = False
         if not is_read:  # DALI refuses or misreads it: the pixels that a conversion makes of it, by PIL
@@ -164,8 +165,9 @@ def predict(
 
     Args:
         model: a run directory, or a model from `load_model` or timm, whose `pretrained_cfg` sets the preprocessing.
-        images: files, and directories of files. They are turned upright by their EXIF orientation if the images were
-            that the model was trained on (`dali-train data convert --apply-orientation`).
+        images: files, and directories of files; what is hidden in these, or has no image's suffix, is passed over with
+            a warning. They are turned upright by their EXIF orientation if the images were that the model was trained
+            on (`dali-train data convert --apply-orientation`).
 
     Returns:
         Predictions for all files that can be decoded; `unreadable` has the others.
@@ -234,15 +236,42 @@ def _image_files(images: Sequence[Path]) -> tuple[list[Path], dict[Path, str]]:
     files, unreadable = dict[Path, None](), dict[Path, str]()
     for path in images:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+            inside, closed = _images_below(path)
             files |= dict.fromkeys(inside)
-            if not inside:
+            unreadable |= closed
+            if not inside and not closed:
                 unreadable[path] = f"has no file with the suffix of an image ({', '.join(sorted(IMAGE_SUFFIXES))})"
         elif path.exists():
             files[path] = None
         else:
             unreadable[path] = "does not exist"
     return [*files], unreadable
+
+
+def _images_below(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """Return the image files below a directory in order, and the folders that cannot be read; warn of other files."""
+    files, closed = list[Path](), dict[Path, str]()
+    passed_over = Counter[PassedOver]()
+
+    def note(error: OSError) -> None:
+        closed[Path(error.filename)] = f"cannot be read: {error.strerror}"
+
+    for folder, folders, names in os.walk(root, onerror=note):
+        place = "" if Path(folder) == root else str(Path(folder).relative_to(root))
+        passed_over[PassedOver(place, HIDDEN)] += sum(map(is_hidden, [*folders, *names]))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        links = sum(Path(folder, name).is_symlink() for name in folders)  # which may lead around in a circle
+        passed_over[PassedOver(place, "link to a folder")] += links
+        for name in names:
+            path = Path(folder, name)
+            if is_hidden(name):
+                continue
+            if path.suffix.lower() in IMAGE_SUFFIXES:
+                files.append(path)
+            else:
+                passed_over[PassedOver.by_suffix(place, name)] += 1
+    warn_passed_over(root, +passed_over)
+    return sorted(files), closed
 
 
 def _describe_unreadable(unreadable: Mapping[Path, str], count: int) -> str:
@@ -371,7 +400,7 @@ def draw(picture: Path, predictions: ImagePredictions, names: Sequence[str], *, 
     tiles = []
     for path, (classes, probabilities) in islice(zip(predictions.images, scores, strict=True), _IN_PICTURE):
         caption = [f"{p:.0%} {names[c]}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)]
-        tiles.append((decode_rgb(_upright(path) if turns else path.read_bytes()), caption))
+        tiles.append((decode_rgb(as_png(path.read_bytes(), turn=turns)), caption))
     contact_sheet(tiles, columns=min(4, len(tiles)), side=_TILE).save(picture, "PNG")
 
 
