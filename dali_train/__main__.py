@@ -9,6 +9,7 @@ from typing import Any
 def main() -> int:
     """Run the command line. Imports happen here, so that Ctrl-C during them ends quietly."""
     _open_missing_streams()
+    _start_again_in_utf8()
     if sys.flags.optimize > 1:
         words = "python -OO (PYTHONOPTIMIZE=2) leaves docstrings out, without which DALI cannot be imported: unset it"
         print(f"dali-train: {words}, or use -O", file=sys.stderr)
@@ -20,6 +21,15 @@ def main() -> int:
         os.write(2, b"dali-train: stopped with Ctrl-C\n")
         os._exit(130)  # Python itself would end by the signal if it came inside a dataclass's generated code
     end(cli.main())
+
+
+def _start_again_in_utf8() -> None:
+    """Replace this process by one in Python's UTF-8 mode if the locale has another encoding (LC_ALL=C, ISO-8859-1) that
+    Python may not leave: names of files and classes are UTF-8 on every machine, and in every process of a run, so
+    processes that this one starts inherit the mode."""
+    if sys.getfilesystemencoding() != "utf-8":
+        words = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]  # the option holds where -E or -I hides the variable
+        os.execve(sys.executable, words, {**os.environ, "PYTHONUTF8": "1"})
 
 
 def _open_missing_streams() -> None:

@@ -42,6 +42,10 @@ class RunError(UserError, RuntimeError):
     status = 1
 
 
+NCCL_SEGMENT = "/dev/shm/nccl-"  # begins the names of the files in which ranks of a host exchange data
+SHARED_MEMORY_REMEDY = "give /dev/shm a writable tmpfs with room in it (docker run --shm-size=1g)"
+
+
 def explain(error: BaseException) -> tuple[str, int] | None:
     """Return the one line and the exit status for a fault of input: a value, a file, a store, memory or a signal.
 
@@ -52,6 +56,9 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     for cause in _chain(error):  # libraries wrap it in errors of their own
         if isinstance(cause, KeyboardInterrupt):
             return str(cause) or "stopped with Ctrl-C", 130
+        if isinstance(cause, RuntimeError) and NCCL_SEGMENT in str(cause):
+            reason = next(line for line in str(cause).splitlines() if NCCL_SEGMENT in line)
+            return f"{reason.strip()}: {SHARED_MEMORY_REMEDY}, or set NCCL_SHM_DISABLE=1, which is slower", 1
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # torch's, GPU and CPU
         tried = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         remedy = "reduce batch.micro_batch; `dali-train plan --gpu-memory GB` finds the largest that fits"
@@ -63,7 +70,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         reason = error.strerror or str(error) or type(error).__name__
         if error.errno == errno.ENAMETOOLONG:
             return f"{str(error.filename)[:100]}...: {reason}: name another path", 2
-        return (reason if error.filename is None else f"{error.filename}: {reason}"), 1
+        return (_without_file(error, reason) if error.filename is None else f"{error.filename}: {reason}"), 1
     if isinstance(error, MemoryError):
         return (
             f"out of memory{f': {error}' if str(error) else ''}; reduce batch.micro_batch, or use a machine with more",
@@ -75,6 +82,14 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         content = repr(error.object) if isinstance(error, UnicodeEncodeError | UnicodeDecodeError) else str(error)
         return f"text that is not UTF-8: {content[:120]}", 1
     return None
+
+
+def _without_file(error: OSError, reason: str) -> str:
+    """Return why a call failed that names no file, with the remedy or at least the place of the call."""
+    if reason.startswith("No usable temporary directory"):  # Python's, with those that it tried
+        return f"{reason}: set TMPDIR to a directory that this user may write to"
+    call = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{reason} (in {call.name}, {Path(call.filename).name} line {call.lineno})"
 
 
 def write_now(text: str) -> None:

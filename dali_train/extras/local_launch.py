@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from dali_train.errors import ConfigError, RunError
+from dali_train.errors import SHARED_MEMORY_REMEDY, ConfigError, RunError
 from dali_train.files import temporary_directory
 from dali_train.runtime.launch import LOCAL, exit_if_launcher_dies
 from dali_train.runtime.status import START_AGAIN
@@ -51,12 +51,14 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
         The result of each rank, by rank.
 
     Raises:
+        ConfigError: /dev/shm is missing, full or not writable.
         RunError: a rank failed, and the others were ended.
         KeyboardInterrupt: a second SIGINT, or one that `function` does not handle.
         SystemExit: with status 75, after a signal before `function` handled it, or if it ended with that status.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # while it imports the script that called this
         os._exit(_UNGUARDED)
+    _check_semaphores(num_processes)
     with temporary_directory() as logs, _semaphores_named(logs.parent.name), _quiet_agent():
         config = LaunchConfig(
             min_nodes=1,
@@ -87,6 +89,22 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
     if isinstance(error, ChildFailedError):
         ranks.raise_for(*error.get_first_failure())
     return launched.result()
+
+
+def _check_semaphores(num_processes: int) -> None:
+    """Make as many semaphores as torch is about to, without names, so that they go at once.
+
+    Raises:
+        ConfigError: they cannot be made. Python's own error names no file.
+    """
+    context = multiprocessing.get_context("fork")
+    try:
+        _ = context.Event(), [context.SimpleQueue() for _ in range(num_processes)]
+    except OSError as error:
+        raise ConfigError(
+            f"num_processes is {num_processes}, and the semaphores of new processes cannot be made in /dev/shm "
+            f"({error.strerror}): {SHARED_MEMORY_REMEDY}, or start the ranks with torchrun, which needs none"
+        ) from error
 
 
 def _start(launched: "Future[dict[int, Result]]", launch: Callable[..., dict[int, Result]], *arguments: Any) -> None:

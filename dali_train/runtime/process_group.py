@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from dali_train.config import Config
-from dali_train.errors import ConfigError, RunError
+from dali_train.errors import NCCL_SEGMENT, ConfigError, RunError
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
 from dali_train.runtime.process import choose_device
@@ -80,6 +80,8 @@ def process_group(launch: Launch, device: torch.device, stop: StopRequests | Non
         )
     except (dist.DistError, RuntimeError) as error:
         _end_if_asked(launch, stop)  # another rank was too, and is gone
+        if NCCL_SEGMENT in str(error):  # all were reached: `explain` has the remedy
+            raise
         raise RunError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
             f"{launch.host}:{launch.port} within {RENDEZVOUS_TIMEOUT.seconds} s ({str(error).splitlines()[0]}): "

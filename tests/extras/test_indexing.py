@@ -462,7 +462,7 @@ def test_an_index_resumes_and_lists_what_cannot_be_decoded(
     printed = capsys.readouterr().out
     for kind in ("CMYK JPEG", "PNG", "EXIF orientation not upright"):
         assert f"train: 1 image: {kind}" in printed
-    assert "train: 2 images: left out, see quarantine.jsonl" in printed and "train: 27 images, 3 classes" in printed
+    assert "train: 2 images: left out, see quarantine.jsonl" in printed and "train: 27 images in 3 classes" in printed
     assert len(contents(out, "train")) == 27 and {path.name for path in out.iterdir()} == {
         *("dataset.json", "index", "quarantine.jsonl")
     }

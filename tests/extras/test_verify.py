@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dali_train import cli
 from dali_train.data.dataset import write_index
-from dali_train.data.dataset.index import INDEX_DTYPE
+from dali_train.data.dataset.index import INDEX_DTYPE, Split
 from dali_train.data.dataset.tfrecord import Feature, RecordSpan, parse_example
+from dali_train.data.dataset.verify import Findings, find_duplicates
 from dali_train.extras.indexing.foreign_shards import build_index
 from tests.convert.files import convert, small_photograph, tool, write_folder
 
@@ -170,15 +172,53 @@ def test_an_index_of_other_rows(dataset: Path, check: Callable[..., tuple[int, s
 
 
 def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train = write_folder(tmp_path / "train", {"ant": 5, "bee": 5, "unused": 1})
+    """By all that write or check a dataset, with the names of files that lie in place."""
+    root, out, index = (tmp_path / name for name in ("images", "out", "index"))
+    train = write_folder(root / "train", {"ant": 5, "bee": 5, "unused": 1})
     (train / "ant" / "twin.jpg").write_bytes(small_photograph(0))
     (train / "bee" / "wrong.jpg").write_bytes(small_photograph(1))
-    validation = write_folder(tmp_path / "validation", {"ant": 1, "bee": 2}, first_seed=50)
+    validation = write_folder(root / "val", {"ant": 1, "bee": 2}, first_seed=50)
     (validation / "ant" / "leak.jpg").write_bytes(small_photograph(2))
-    assert convert("folder", "--train", train, "--validation", validation, "--out", tmp_path / "out") == 0
-    printed = capsys.readouterr().out
-    assert "note: 3 images have the same bytes as another one" in printed
-    assert "note: 1 duplicates under two labels: train image" in printed and "(bee)" in printed
-    assert "note: 1 duplicates in two splits: train image" in printed
-    assert "note: validation: 1 classes without images: unused" in printed
-    assert tool("verify_dataset").main([str(tmp_path / "out")]) == 0
+    assert convert("folder", "--train", train, "--validation", validation, "--out", out) == 0
+    converted = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert converted[:2] == [
+        "note: validation: 1 classes without images: unused",
+        "note: 3 images have the same bytes as another one",
+    ]
+    assert converted[2].startswith("note: 1 duplicates under two labels: train image") and "(bee)" in converted[2]
+    assert converted[3].startswith("note: 1 duplicates in two splits: train image")
+
+    def notes(*words: str | Path) -> list[str]:
+        assert cli.main(["data", *map(str, words)]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+
+    indexed = notes("index", root, "--out", index)
+    assert indexed == notes("index", root, "--out", index), "as often as it is made"
+    assert indexed == notes("verify", index)
+    assert indexed[:2] == converted[:2]
+    names = f"train {train}/ant/001.jpg (ant) = train {train}/bee/wrong.jpg (bee)"
+    assert indexed[2] == f"note: 1 duplicates under two labels: {names}"
+    names = f"train {train}/ant/002.jpg (ant) = validation {validation}/ant/leak.jpg (ant)"
+    assert indexed[3] == f"note: 1 duplicates in two splits: {names}"
+    assert notes("verify", out) == converted
+    assert notes("index", out) == converted[1:], "of TFRecords it says otherwise which classes are unused"
+
+
+def test_equal_checksums_are_not_equal_bytes(dataset: Path) -> None:
+    """The bytes of pairs are compared; of very many, the first of each kind."""
+    split, findings = Split(dataset, "train"), Findings(images_per_class={"train": np.zeros(3, np.int64)})
+    split.rows = np.array(split.rows)
+    split.rows["size"] = split.rows["size"].min()
+    find_duplicates({"train": split}, {"train": np.ones(len(split), np.uint32)}, findings)
+    assert findings.duplicates == []
+
+
+def test_a_folder_with_all_classes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = write_folder(tmp_path / "train", {"ant": 70, "bee": 70})
+    shutil.copytree(train, train / "train")
+    for words in (["--out", tmp_path / "one"], ["--out", tmp_path / "several", "--several-labels"]):
+        assert cli.main(["data", "index", str(train), *map(str, words)]) == 0
+    one, several = capsys.readouterr().out.split(f"{tmp_path / 'one'} indexes")
+    assert "note: 140 images have the same bytes as another one" in one
+    assert "note: 140 duplicates under two labels: " in one and one.count(" = ") == 3
+    assert "two labels" not in several

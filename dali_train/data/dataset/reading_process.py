@@ -88,7 +88,8 @@ class ReadingProcess:
     def _start(self) -> None:
         pairs = [socket.socketpair() for _ in range(NUM_THREADS)]
         theirs = [other.fileno() for _, other in pairs]
-        command = [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, theirs)]
+        encoding = f"utf8={sys.flags.utf8_mode}"  # of paths; -I hides the variable
+        command = [sys.executable, "-I", "-S", "-X", encoding, str(_PROGRAM), *map(str, theirs)]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=theirs)
         for own, other in pairs:
             other.close()

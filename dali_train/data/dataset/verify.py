@@ -32,6 +32,8 @@ from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.text import span
 
 MOST_LISTED = 10  # of one kind
+_MOST_PAIRS = 3  # of equal images, whose names may be long
+_MOST_COMPARED = 100  # of them: in an object store each costs two requests
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Findings:
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    duplicates: list[str] = field(default_factory=list)  # also notes, about images with equal bytes
     images_per_class: dict[SplitName, NDArray[np.int64]] = field(default_factory=dict)  # (num_classes,)
     num_images: dict[SplitName, int] = field(default_factory=dict)  # with several labels less than the sum of those
 
@@ -50,7 +53,8 @@ class Findings:
             f"{span(counts.min(), counts.max())} per class"
             for split, counts in self.images_per_class.items()
         ]
-        return [*counts, *(f"note: {note}" for note in self.notes), *(f"fault: {problem}" for problem in self.problems)]
+        notes = [f"note: {note}" for note in (*self.notes, *self.duplicates)]
+        return [*counts, *notes, *(f"fault: {problem}" for problem in self.problems)]
 
 
 Compare = Callable[[Split, int, NDArray[np.uint32], Path], list[str]]
@@ -74,6 +78,20 @@ def verify_shards(root: Path | str, *, already: Collection[str] = (), workers: i
     findings = Findings()
     splits = open_splits(root, findings)
     check_shards(splits, partial(_compare_bytes, already), workers, findings)
+    return findings
+
+
+def examine_index(root: Path | str) -> Findings:
+    """Count the images of each class, and find those that are there twice, by the checksums in an index that has just
+    been written; the records or files are not compared with it.
+
+    Raises:
+        DatasetError: a file has changed since, or cannot be read.
+    """
+    findings = Findings()
+    splits = open_splits(root, findings)
+    checksums = {name: split.checksums for name, split in splits.items() if split.checksums is not None}
+    find_duplicates({name: splits[name] for name in checksums}, checksums, findings)
     return findings
 
 
@@ -218,42 +236,52 @@ def compare_text_index(split: Split, number: int, path: Path, record_offsets: ND
 def find_duplicates(
     splits: Mapping[SplitName, Split], checksums: Mapping[SplitName, NDArray[np.uint32]], findings: Findings
 ) -> None:
-    """Find images with equal bytes: under one label they only waste time, under two labels at least one is wrong."""
+    """Find images with equal bytes: under one label they only waste time, under two labels at least one is wrong.
+
+    A checksum and a size only propose: they agree by chance once in some hundred datasets like ImageNet. Of each kind
+    the bytes of the first `_MOST_COMPARED` pairs are compared.
+    """
     names = [name for name in splits if name in findings.images_per_class]  # the others' labels name no class
     if not names:
         return
-    shards = {name: open_shards(splits[name]) for name in names}
-    starts = np.cumsum([0, *(len(splits[name]) for name in names)])
-    sizes = np.concatenate([splits[name].rows["size"] for name in names])
+    rows = [splits[name].rows for name in names]
+    labels, sizes = (np.concatenate([part[column] for part in rows]) for column in ("label", "size"))
     keys = np.concatenate([checksums[name] for name in names]).astype(np.uint64) << np.uint64(32) | sizes
-
-    def find(image: int) -> tuple[Split, int]:
-        part = int(np.searchsorted(starts, image, side="right")) - 1
-        return splits[names[part]], image - int(starts[part])
-
-    order = np.argsort(keys, kind="stable")
+    order = np.lexsort((labels, keys))
     same = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (keys[order][1:] >> np.uint64(32) > 0))
+    pairs = np.stack([order[same], order[same + 1]], axis=1)
+    starts = np.cumsum([0, *map(len, rows)])
+    parts = np.searchsorted(starts, pairs, side="right") - 1
+    has_one_label = all(splits[name].label_sets is None for name in names)
+    two_labels = (labels[pairs[:, 0]] != labels[pairs[:, 1]]) & has_one_label
+    two_splits = (parts[:, 0] != parts[:, 1]) & ~two_labels
+    kinds = {"under two labels": two_labels, "in two splits": two_splits, "": ~two_labels & ~two_splits}
+    shards = {name: open_shards(splits[name]) for name in names}
+
+    def find(image: int) -> tuple[SplitName, int]:
+        part = int(np.searchsorted(starts, image, side="right")) - 1
+        return names[part], image - int(starts[part])
+
+    def content(place: tuple[SplitName, int]) -> NDArray[np.uint8]:
+        return stored_image(shards[place[0]], place[1])
+
     num_equal = 0
-    duplicates: dict[str, list[str]] = {"under two labels": [], "in two splits": []}
-    for position in same.tolist():
-        (split, image), (other, twin) = find(int(order[position])), find(int(order[position + 1]))
-        # The checksum only proposes: 32 bits and a size agree by chance once in some hundred such datasets.
-        if not np.array_equal(stored_image(shards[split.name], image), stored_image(shards[other.name], twin)):
-            continue
-        num_equal += 1
-        if split.rows["label"][image] != other.rows["label"][twin]:
-            duplicates["under two labels"].append(f"{_describe_image(split, image)} = {_describe_image(other, twin)}")
-        elif split is not other:
-            duplicates["in two splits"].append(f"{_describe_image(split, image)} = {_describe_image(other, twin)}")
+    for kind, is_of_kind in kinds.items():
+        compared = [(find(one), find(other)) for one, other in pairs[is_of_kind][:_MOST_COMPARED].tolist()]
+        equal = [(one, other) for one, other in compared if np.array_equal(content(one), content(other))]
+        count = len(equal) + int(is_of_kind.sum()) - len(compared)
+        num_equal += count
+        if kind and count:
+            shown = [" = ".join(_describe_image(splits[name], at) for name, at in pair) for pair in equal[:_MOST_PAIRS]]
+            more = ", ..." if count > len(shown) else ""
+            findings.duplicates.append(f"{count:,} duplicates {kind}: {', '.join(shown)}{more}")
     if num_equal:
-        findings.notes.append(f"{num_equal} images have the same bytes as another one")
-    for kind, pairs in duplicates.items():
-        if pairs:
-            findings.notes.append(f"{len(pairs)} duplicates {kind}: {_abbreviate(pairs)}")
+        findings.duplicates.insert(0, f"{num_equal:,} images have the same bytes as another one")
 
 
 def _describe_image(split: Split, image: int) -> str:
-    return f"{split.name} image {image} ({split.label_text(int(split.rows['label'][image]))})"
+    where = f"image {image}" if split.files is None else split.describe(image)
+    return f"{split.name} {where} ({split.label_text(int(split.rows['label'][image]))})"
 
 
 def _abbreviate(items: Sequence[str]) -> str:

@@ -126,14 +126,16 @@ def _index(options: argparse.Namespace) -> int:
     if isinstance(dataset, Path):
         if is_remote(str(options.out)):
             raise DatasetError(f"--out {options.out}: name a directory, which is to hold links to the TFRecords")
-        return _index_directory(options, dataset, options.out or dataset, nullcontext)
+        _index_directory(options, dataset, options.out or dataset, nullcontext)
+        return _print_duplicates(options.out or dataset)
     if options.out is not None:
         raise DatasetError(
             f"--out {options.out} with {dataset}: the index of a bucket is written to it, leave --out out; only "
             "WebDataset's tars and MDS are indexed in place there"
         )
     with bucket_as_directory(dataset) as (directory, fetch):
-        return _index_directory(options, directory, directory, fetch)
+        _index_directory(options, directory, directory, fetch)
+    return _print_duplicates(dataset)
 
 
 def _in_place_in_bucket(url: str) -> "InPlace | None":
@@ -205,7 +207,15 @@ def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
     return 0
 
 
-def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetch: "Fetch") -> int:
+def _print_duplicates(dataset: Path | str) -> int:
+    from dali_train.data.dataset.verify import examine_index
+
+    for note in examine_index(dataset).duplicates:
+        print(printable(f"note: {note}"))
+    return 0
+
+
+def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetch: "Fetch") -> None:
     from dali_train.data.dataset.manifest import IMAGE_KEY, LABEL_KEY, read_class_names
     from dali_train.data.dataset.write_index import Features
     from dali_train.extras.indexing.foreign_shards import build_index, unused_classes
@@ -236,4 +246,3 @@ def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetc
             ", ..." if len(unused) > 10 else ""
         )
         print(f"note: no record has the label {labels}: {len(unused)} of {manifest.num_classes} classes are unused")
-    return 0

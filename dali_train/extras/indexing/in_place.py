@@ -55,6 +55,7 @@ from dali_train.data.dataset.manifest import (
     sets_text,
 )
 from dali_train.data.dataset.passed_over import PassedOver
+from dali_train.data.dataset.verify import examine_index
 from dali_train.data.dataset.write_index import map_shards, write_array
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.errors import DatasetError
@@ -322,9 +323,11 @@ def _index(task: IndexInPlace, state: Path, listing: _Listing) -> list[str]:
     lines = [
         f"{split}: {plural(count, 'image')}: {kind}" for split, kinds in report.items() for kind, count in kinds.items()
     ]
-    for split, each in measured.items():
-        lines.append(f"{split}: {len(each.rows) - len(each.bad):,} images, {len(listing.class_names)} classes")
-    return [*lines, f"{task.out} indexes {plural(len(names), 'file')} in {listing.source}"]
+    return [
+        *lines,
+        *examine_index(task.out).summary(),
+        f"{task.out} indexes {plural(len(names), 'file')} in {listing.source}",
+    ]
 
 
 def _report(measured: Measured) -> dict[str, int]:
