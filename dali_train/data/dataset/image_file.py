@@ -356,7 +356,24 @@ def _exif_orientation(block: bytes) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
-_WEBP_EXIF = 8  # the flag in a VP8X chunk
+_WEBP_EXIF = 8  # the flag in a VP8X chunk, which is byte 20 of the file
+
+
+def for_dali(encoded: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return an image file as DALI decodes it: itself, but for a WebP with EXIF, of which a copy does not say so.
+
+    DALI does not skip the byte that pads a chunk of odd length, and fails when it looks for EXIF behind one. It is
+    never asked for the orientation, so that it need not look.
+    """
+    if len(encoded) < 30 or encoded[0] != ord("R"):  # nearly all: to compare four letters would take five times longer
+        return encoded
+    if encoded[:4].tobytes() != b"RIFF" or encoded[12:16].tobytes() != b"VP8X" or not encoded[20] & _WEBP_EXIF:
+        return encoded
+    copy = encoded.copy()
+    copy[20] &= ~_WEBP_EXIF & 0xFF
+    return copy
+
+
 BATCH_PIXELS = 8_000_000  # decoded together at most, but for a larger single image
 _NOISE = re.compile(r"Current pipeline object|Critical error in pipeline|C\+\+ context|\[")
 
@@ -371,10 +388,8 @@ def _why_undecodable(encoded: bytes, error: RuntimeError) -> str:
         return f"it {fault}"
     except Exception as fault:  # PIL's decoders raise nearly any kind on damaged files
         return str(fault)
-    remedy = "convert it with `dali-train data convert`, or save it as PNG"
-    if encoded[12:16] == b"VP8X" and encoded[20] & _WEBP_EXIF:
-        return f"DALI cannot parse a WebP with EXIF behind a chunk of odd length, which is valid: remove it, {remedy}"
-    return f"DALI says: {dali_reason(error)}, though PIL reads it: {remedy}"
+    reason = f"DALI says: {dali_reason(error)}, though PIL reads it"
+    return f"{reason}: convert it with `dali-train data convert`, or save it as PNG"
 
 
 def dali_reason(error: RuntimeError) -> str:
@@ -437,7 +452,7 @@ class DecodeChecker:
 
     def _decode(self, images: Sequence[bytes | NDArray[np.uint8]]) -> NDArray[np.int64]:
         """Return the height and width to which each image decodes, (n, 2). Raises RuntimeError: one does not."""
-        self._pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in images])
+        self._pipeline.feed_input("encoded", [for_dali(np.frombuffer(image, np.uint8)) for image in images])
         (shapes,) = self._pipeline.run()
         decoded: NDArray[np.int64] = np.array(shapes.as_array())[:, :2]  # a copy: DALI uses its memory again
         return decoded

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.files_in_place import SourceFiles
+from dali_train.data.dataset.image_file import for_dali
 from dali_train.data.dataset.index import Split, map_file, sizes_of
 from dali_train.data.dataset.manifest import dataset_errors
 from dali_train.data.dataset.open_files import OPEN_FILES
@@ -474,10 +475,11 @@ def _scheme(location: str) -> str:
 
 
 def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-    """Return each image as stored: encoded bytes, (size,), or pixels of raw records, (height, width, 3)."""
+    """Return each image as stored: encoded bytes as DALI takes them, (size,), or pixels of raw records, (height, width,
+    3)."""
     contents = storage.read(images)
     if split.manifest.encoding == "image":
-        return contents
+        return [for_dali(content) for content in contents]
     sizes = sizes_of(split.rows[images]).tolist()
     return [pixels.reshape(height, width, 3) for pixels, (height, width) in zip(contents, sizes, strict=True)]
 
