@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dali_train.config.check import Extra
 from dali_train.data.dataset.manifest import CLASS_ORDERS, split_word
+from dali_train.data.dataset.packed_files import how_packed
 from dali_train.errors import DatasetError
 
 if TYPE_CHECKING:
     from dali_train.data.convert.sources import Sources
 
 _MOST_ENTRIES = 2000  # of a directory that are looked at
+_MOST_OPENED = 100  # of these
 _TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
 
 STATE_DIRECTORY = ".conversion"
@@ -333,7 +335,7 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
         if row.files and any(re.match(row.files, name) for name in names):
             options = row.command.replace("ROOT", str(root))
             return f"it holds files of {dataset}: run `dali-train data convert {dataset} {options} --out DATASET`"
-    archives = [name for name in names if name.endswith((".tar", ".tar.gz", ".tgz"))]
+    archives = [name for name in names if name.endswith(".tar")]
     if archives:
         return (
             f"it holds tar archives: run `dali-train data convert folder --train {root}/{archives[0]} --out DATASET` "
@@ -345,6 +347,10 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`, or "
             f"`dali-train data index {root} --out INDEX` to leave them where they are"
         )
+    for name in [*names, *(f"{folder}/{name}" for folder in below for name in below[folder][:5])][:_MOST_OPENED]:
+        if packed := how_packed(root / name):
+            as_it_is = f"; if it holds CLASS/name.jpg, `dali-train data convert folder --train {root}/{name}` reads it"
+            return f"{name} {packed}{as_it_is if name.endswith(('.tar.gz', '.tgz')) else ''}"
     remedy = (
         "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted"
     )

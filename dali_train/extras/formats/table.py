@@ -31,6 +31,7 @@ from dali_train.data.dataset.manifest import (
     split_word,
     splits_of_words,
 )
+from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
 from dali_train.extras.formats.label_sets import LabelSets
 from dali_train.extras.formats.listing import Within, find_column, where_it_lies
@@ -52,6 +53,8 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
         DatasetError: ``options.class_names`` cannot be read, or lacks a class.
     """
     path: Path = options.source
+    if packed := how_packed(path):
+        raise SourceError(f"{path}: {packed}")
     separator: str | None = options.label_separator
     if separator == "":
         raise SourceError("--label-separator is empty: name what stands between two labels, such as ';'")
