@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from dali_train.data.convert.datasets import DATASETS, advice
-from dali_train.data.convert.sources import Sources
+from dali_train.data.convert.sources import SourceError, Sources
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import DatasetError, RunError
@@ -189,7 +189,9 @@ def test_broken_files(tmp_path: Path) -> None:
     tar.write_bytes(tar.read_bytes()[:1500])
     assert f"{tar}: at byte 0: member 'a/1.jpg' has" in error()
     write_tar(tar, SAMPLE, mode="w:gz")
-    assert f"{tar}: is gzipped, and images are read in place: gunzip it first" in error()
+    assert f"{tar}: images are read in place, and it is compressed with gzip: unpack it: `gunzip < {tar} >" in error()
+    tar = tar.rename(f"{tar}.gz")
+    assert f"has no *.tar, and {tar.name} is compressed with gzip: unpack it: `gunzip {tar}`" in error()
 
 
 @pytest.mark.parametrize(
@@ -303,6 +305,57 @@ def test_broken_parquet(tmp_path: Path, content: Any, options: Options, place: s
         path.write_bytes(path.read_bytes()[:-9] if content is None else content)
     error = error_of("parquet", tmp_path, **options)
     assert f"{path}{place}: " in error and message in error
+
+
+BYTES = [small_photograph(0), small_photograph(1)]
+STRUCT = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+VIEWS = pyarrow.struct([("bytes", pyarrow.binary_view()), ("path", pyarrow.string_view())])
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        pyarrow.array(BYTES, pyarrow.large_binary()),
+        pyarrow.array(BYTES, pyarrow.binary_view()),
+        pyarrow.array(BYTES).dictionary_encode(),
+        pyarrow.array([{"bytes": content, "path": "a"} for content in BYTES], VIEWS),
+    ],
+    ids=lambda images: str(images.type),
+)
+@pytest.mark.parametrize(
+    "labels",
+    [
+        pyarrow.array([0, 2], pyarrow.int8()),
+        pyarrow.array([[0, 1], [2, 1]], pyarrow.list_(pyarrow.int64())),
+        pyarrow.array([[0, 1], [2, 1]], pyarrow.list_(pyarrow.int64(), 2)),
+        pyarrow.array([[0, 1], [2, 1]], pyarrow.list_view(pyarrow.int32())),
+        pyarrow.array([[0, 1], [2, 1]], pyarrow.large_list_view(pyarrow.int64())),
+    ],
+    ids=lambda labels: str(labels.type),
+)
+def test_kinds_of_columns(tmp_path: Path, images: pyarrow.Array, labels: pyarrow.Array) -> None:
+    parquet.write_table(pyarrow.table({"image": images, "label": labels}), tmp_path / "0.parquet")
+    source = load("parquet", tmp_path / "0.parquet")[0]["train"]
+    assert [source.read(number) for number in range(2)] == BYTES
+    sets = source.label_sets
+    found = [label if sets is None else [*sets[label]] for label in source.labels.tolist()]
+    assert found == [label if sets is None else sorted(label) for label in labels.to_pylist()]
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        pyarrow.array(["a.jpg", "b.jpg"]),
+        pyarrow.array(["a.jpg", "b.jpg"], pyarrow.string_view()),
+        pyarrow.array([{"path": "a.jpg"}] * 2),
+        pyarrow.array([{"bytes": None, "path": "a.jpg"}] * 2, STRUCT),
+        pyarrow.array([{"bytes": b"", "path": "a.jpg"}] * 2, STRUCT),
+    ],
+)
+def test_parquet_of_paths_is_refused_before_anything_is_written(tmp_path: Path, images: pyarrow.Array) -> None:
+    parquet.write_table(pyarrow.table({"image": images, "label": [0, 1]}), tmp_path / "0.parquet")
+    with pytest.raises(SourceError, match=r"paths of images, which are not in this file: write it again with the im"):
+        load("parquet", tmp_path / "0.parquet")
 
 
 def test_parquet_of_other_datasets_plain_bytes_and_null(tmp_path: Path) -> None:

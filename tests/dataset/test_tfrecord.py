@@ -1,5 +1,7 @@
 """The wire format against another implementation, and what damaged files say."""
 
+import gzip
+import zlib
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,9 @@ def test_equal_input_gives_equal_bytes_and_the_image_is_not_copied() -> None:
         (lambda r: r[:100] + bytes([r[100] ^ 1]) + r[101:], "at byte 0: CRC mismatch of the record's"),
         (lambda r: r[:-1] + bytes([r[-1] ^ 1]), "bytes of data: the file is damaged"),
         (lambda r: b"GIF89a" * 20, "not a TFRecord file, or damaged here"),
+        (gzip.compress, "at byte 0: the file is compressed with gzip: unpack it: `gunzip < FILE > NEW`"),
+        (zlib.compress, "at byte 0: the file is compressed with zlib: unpack it: `python3 -c 'import sys, zlib; .*` *"),
+        (lambda r: zlib.compress(b""), "at byte 0: the file is compressed with zlib"),
     ],
 )
 def test_damage_is_named_with_its_place(damage, message: str) -> None:

@@ -121,7 +121,8 @@ def test_wrong_archives_say_which_is_right(tmp_path: Path) -> None:
     assert "2 images, the devkit has 3 labels" in message(None, short, devkit)
     long = write_validation_archive(tmp_path / "long.tar", 4)
     assert "is not one of the devkit's 3 validation images" in message(None, long, devkit)
-    twice = write_tar(tmp_path / "twice.tar", [("ILSVRC2012_val_00000001.JPEG", b"1")] * 2)
+    images = [(f"{folder}ILSVRC2012_val_00000001.JPEG", b"1") for folder in ("", "copy/")]
+    twice = write_tar(tmp_path / "twice.tar", images)
     assert "appears twice" in message(None, twice, devkit)
     other = write_training_archive(tmp_path / "other.tar", num_images=1, synsets=["n99999999"])
     assert "n99999999 (1 synsets) are not in" in message(other, None, devkit)

@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def write_mds(directory: Path, samples: list[Sample], num_shards: int) -> None:
 
 
 def write_tars(directory: Path, samples: list[Sample], num_tars: int, split: str) -> None:
+    """The first sample of each is corrected at its end, as `tar -r` does it."""
     for number in range(num_tars):
         part = samples[number * len(samples) // num_tars : (number + 1) * len(samples) // num_tars]
         members = [
@@ -80,7 +82,8 @@ def write_tars(directory: Path, samples: list[Sample], num_tars: int, split: str
             for key, image, label in part
             for ending, content in (("cls", str(label).encode()), ("jpg", image))
         ]
-        write_tar(directory / f"{split}-{number}.tar", members)
+        wrong = [(name, b"9") for name, _ in members[:2]]
+        write_tar(directory / f"{split}-{number}.tar", [*wrong, *members[2:], *members[:2]])
 
 
 @pytest.fixture(scope="module")
@@ -480,20 +483,29 @@ def test_what_cannot_be_indexed_in_place(
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
+    with zipfile.ZipFile(other / "photos.zip", "w") as photos:
+        photos.writestr("ant/1.jpg", b"")
+    (tmp_path / "nothing").mkdir()
     out = ("--out", tmp_path / "out")
     for words, message in (
         ((forms / "folder",), "its images are read in place (folder): name a directory for the index with --out"),
         ((forms / "folder", "--out", forms / "folder" / "index"), "lies in DATASET"),
         ((forms / "folder", "--out", forms / "converted"), "holds a dataset with shards of its own"),
         ((forms / "folder", "--out", "/proc/index"), "--out /proc/index: cannot be made (No such file or directory)"),
-        ((forms / "folder", "--out", other), "holds thesis.tex: name a new directory"),
+        ((forms / "folder", "--out", other), "holds photos.zip, thesis.tex: name a new directory"),
         ((forms / "folder", *out, "--seed", 10**30), "--seed is 1"),
         ((forms / "folder", *out, "--label-base", 0), "--label-base: has no effect on images that are read in place"),
         ((forms / "converted", "--keep-order"), "--keep-order: has no effect on TFRecords"),
         ((compressed, *out), "is packed, and an image must be a range of bytes of a file"),
-        ((tmp_path / "packed", *out), "is gzipped"),
+        (
+            (tmp_path / "packed", *out),
+            "a.tar: images are read in place, and it is compressed with gzip: unpack it: `gun",
+        ),
+        ((other / "photos.zip", *out), "photos.zip: is a zip archive: unpack it: `unzip "),
+        ((other / "thesis.tex", *out), "thesis.tex: is a file that is not indexed: name a directory, a tar (.tar) or"),
         ((f"{in_bucket}/images", *out), "holds single images, and a request for each would be slow"),
-        ((other, *out), "nothing in the directory looks like a dataset"),
+        ((other, *out), "photos.zip is a zip archive: unpack it: `unzip "),
+        ((tmp_path / "nothing", *out), "nothing in the directory looks like a dataset"),
     ):
         data("index", *words, status=2)
         assert message in capsys.readouterr().err

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dali_train.config.check import Extra
 from dali_train.data.dataset.manifest import CLASS_ORDERS, split_word
+from dali_train.data.dataset.packed_files import how_packed
 from dali_train.errors import DatasetError
 
 if TYPE_CHECKING:
     from dali_train.data.convert.sources import Sources
 
 _MOST_ENTRIES = 2000  # of a directory that are looked at
+_MOST_OPENED = 100  # of these
 _TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
 
 STATE_DIRECTORY = ".conversion"
@@ -34,7 +36,8 @@ STATE_DIRECTORY = ".conversion"
 TABLE_SUFFIXES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson")
 """Of files that may be tables of image files and labels."""
 
-_SPREADSHEETS = (".xls", ".xlsx", ".ods")
+SPREADSHEETS = (".xls", ".xlsx", ".ods")
+"""Of files that are taken for tables, and refused as such."""
 
 KAGGLES_IMAGENET = "ILSVRC/Data/CLS-LOC"
 """Where ImageNet's images are in the directory into which Kaggle's archive is unpacked."""
@@ -336,7 +339,7 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
         if row.files and any(re.match(row.files, name) for name in names):
             options = row.command.replace("ROOT", str(root))
             return f"it holds files of {dataset}: run `dali-train data convert {dataset} {options} --out DATASET`"
-    archives = [name for name in names if name.endswith((".tar", ".tar.gz", ".tgz"))]
+    archives = [name for name in names if name.endswith(".tar")]
     if archives:
         return (
             f"it holds tar archives: run `dali-train data convert folder --train {root}/{archives[0]} --out DATASET` "
@@ -348,6 +351,10 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`, or "
             f"`dali-train data index {root} --out INDEX` to leave them where they are"
         )
+    for name in [*names, *(f"{folder}/{name}" for folder in below for name in below[folder][:5])][:_MOST_OPENED]:
+        if packed := how_packed(root / name):
+            as_it_is = f"; if it holds CLASS/name.jpg, `dali-train data convert folder --train {root}/{name}` reads it"
+            return f"{name} {packed}{as_it_is if name.endswith(('.tar.gz', '.tgz')) else ''}"
     remedy = (
         "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted"
     )
@@ -365,7 +372,7 @@ InPlace = Literal["imagenet", "folder", "webdataset", "mds", "table"]
 def in_place(root: Path) -> InPlace | None:
     """Return how what lies at `root` can be indexed in place, judged only by the names of files."""
     if root.is_file():
-        is_table = root.suffix.lower() in (*TABLE_SUFFIXES, *_SPREADSHEETS)
+        is_table = root.suffix.lower() in (*TABLE_SUFFIXES, *SPREADSHEETS)
         return "table" if is_table else in_place_by_names([root.name])
     root = images_root(root)
     names, below = _look(root)

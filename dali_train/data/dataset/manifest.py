@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args
 from crc32c import crc32c
 
 from dali_train.config.check import Count, Rule, from_json, require
+from dali_train.data.dataset.packed_files import not_a_directory
 from dali_train.errors import ConfigError, DatasetError, NoDatasetError
 from dali_train.files import ForeignFileError, private_directory, read_json, read_lines, write_atomically
 from dali_train.runtime.object_store import Bucket, MissingObjectError, ObjectStoreError, is_remote
@@ -207,7 +208,7 @@ class Manifest:
         except FileNotFoundError:
             if not directory.is_dir():
                 raise DatasetError(
-                    f"{directory}: this directory does not exist: set data.root, or data.eval_sets, to one that has "
+                    f"{directory}: {not_a_directory(directory)}: set data.root, or data.eval_sets, to one that has "
                     "dataset.json"
                 ) from None
             raise NoDatasetError(f"{path} is missing", directory) from None

@@ -17,6 +17,7 @@ from typing import Literal
 
 from crc32c import crc32c
 
+from dali_train.data.dataset.packed_files import how_packed
 from dali_train.errors import RunError
 
 HEADER_SIZE = 12  # length, CRC of length
@@ -88,20 +89,12 @@ def walk_records(
     offset, size = start_at, len(buffer)
     while offset < size:
         if size - offset < HEADER_SIZE + FOOTER_SIZE:
-            raise TFRecordError(
-                path,
-                offset,
-                f"truncated record: {size - offset} bytes are left, a record has at least 16: "
-                + ("move it away if it is no TFRecord file" if offset == 0 else "copy the file again"),
-            )
+            problem = f"truncated record: {size - offset} bytes are left, a record has at least 16"
+            raise _no_record(buffer, path, offset, problem)
         length, length_crc = struct.unpack_from("<QI", buffer, offset)
         if masked_crc32c(buffer[offset : offset + 8]) != length_crc:
-            raise TFRecordError(
-                path,
-                offset,
-                f"CRC mismatch of the record's length {length}: not a TFRecord file, or damaged here: "
-                + (f"it begins with {bytes(buffer[:8])!r}; move it away" if offset == 0 else "copy it again"),
-            )
+            problem = f"CRC mismatch of the record's length {length}: not a TFRecord file, or damaged here"
+            raise _no_record(buffer, path, offset, problem)
         start = offset + HEADER_SIZE
         end = start + length
         if end + FOOTER_SIZE > size:
@@ -121,6 +114,14 @@ def walk_records(
                 )
         yield RecordSpan(start, end)
         offset = end + FOOTER_SIZE
+
+
+def _no_record(buffer: memoryview, path: Path | str, offset: int, problem: str) -> TFRecordError:
+    if offset:
+        return TFRecordError(path, offset, f"{problem}: copy the file again")
+    packed = how_packed(path, bytes(buffer[:512]), or_zlib=True)
+    begins = f"{problem}: it begins with {bytes(buffer[:8])!r}; move it away if it is no TFRecord file"
+    return TFRecordError(path, 0, f"the file {packed}" if packed else begins)
 
 
 Value = bytes | str | int | tuple[int, ...]

@@ -16,7 +16,7 @@ import mmap
 import re
 import struct
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
 from dali_train.data.convert.sources import Archive, Image, SourceError, Sources, printable_name
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.errors import ConfigError
 from dali_train.extras.formats.label_sets import LabelSets
@@ -158,6 +159,8 @@ def _label(archive: Archive, file: Image, label_key: str | None, sets: LabelSets
 _ROWS = 16  # copied from pyarrow at one time; itself it holds a page, which may be a row group, packed and unpacked
 _BUFFER_BYTES = 1 << 20
 _MAX_METADATA_BYTES = 1 << 28
+_SMALLEST_IMAGE = 16  # bytes; no file of any format has fewer
+_EMPTY_COLUMN = 1024  # bytes of a row group's column without values, at most, with the headers of its pages
 
 
 def parquet(options: Namespace) -> Sources:
@@ -194,20 +197,17 @@ def _opened(path: Path) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
-        raise SourceError(f"{path}: damaged, truncated or not Parquet ({error}): fetch it again") from error
+        problem = how_packed(path) or f"damaged, truncated or not Parquet ({error}): fetch it again"
+        raise SourceError(f"{path}: {problem}") from error
 
 
 def _row_groups(
     path: Path, file: Any, image: str, label: str, blocks: PackedBlocks, sets: LabelSets
 ) -> Iterator[Image]:
+    leaf = _leaf_of_images(path, file, image)
     types = import_pyarrow().types
-    kind, label_kind = (file.schema_arrow.field(name).type for name in (image, label))
-    leaf = image
-    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        leaf, kind = f"{image}.bytes", kind.field("bytes").type
-    if not (types.is_binary(kind) or types.is_large_binary(kind)):
-        raise SourceError(f"{path}: column {image} is {kind}: name one of image files (binary) with --image-key")
-    is_list = types.is_list(label_kind) or types.is_large_list(label_kind)
+    label_kind = file.schema_arrow.field(label).type
+    is_list = any(is_kind(label_kind) for is_kind in _list_types(types))
     if not types.is_integer(label_kind.value_type if is_list else label_kind):
         raise SourceError(
             f"{path}: column {label} is {label_kind}: name one of whole numbers, or of lists of them, with --label-key"
@@ -216,10 +216,12 @@ def _row_groups(
         sets.label(value, f"{path}:row {row}")
         for row, value in enumerate(file.read(columns=[label], use_threads=False)[label].to_pylist())
     ]
+    chunks = [*_chunks(file, leaf)]
+    num_bytes = sum(chunk.total_uncompressed_size for _, chunk in chunks)
+    if labels and num_bytes < _SMALLEST_IMAGE * len(labels) + _EMPTY_COLUMN * len(chunks):
+        _refuse_without_images(path, file, image, leaf)
     first = 0
-    for number in range(file.metadata.num_row_groups):
-        group = file.metadata.row_group(number)
-        chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == leaf)
+    for number, (group, chunk) in enumerate(chunks):
         size = chunk.total_uncompressed_size // max(1, group.num_rows)  # on average: the metadata knows no more
         yield from blocks.add(
             path,
@@ -231,6 +233,51 @@ def _row_groups(
             position=chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset,
         )
         first += group.num_rows
+
+
+def _leaf_of_images(path: Path, file: Any, image: str) -> str:
+    """Return the column of the images' bytes, with its parent. Raises SourceError: it is none of bytes."""
+    types = import_pyarrow().types
+    kind = file.schema_arrow.field(image).type
+    leaf = image
+    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        leaf, kind = f"{image}.bytes", kind.field("bytes").type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if any(is_kind(kind) for is_kind in (types.is_binary, types.is_large_binary, types.is_binary_view)):
+        return leaf
+    paths = kind.field("path").type if types.is_struct(kind) and kind.get_field_index("path") >= 0 else kind
+    if any(is_kind(paths) for is_kind in (types.is_string, types.is_large_string, types.is_string_view)):
+        raise SourceError(f"{path}: column {image} is {kind}: {_ONLY_PATHS}")
+    raise SourceError(f"{path}: column {image} is {kind}: name one of image files (binary) with --image-key")
+
+
+_ONLY_PATHS = (
+    "paths of images, which are not in this file: write it again with the images embedded (in the package datasets, "
+    "map datasets.table.embed_table_storage), or put paths and labels into a CSV and name it to `dali-train data "
+    "convert table`; --image-key names another column"
+)
+
+
+def _list_types(types: Any) -> tuple[Callable[[Any], bool], ...]:
+    return types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view
+
+
+def _chunks(file: Any, leaf: str) -> Iterator[tuple[Any, Any]]:
+    """Yield the metadata of each row group, and of its part of the column `leaf`."""
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        yield group, next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == leaf)
+
+
+def _refuse_without_images(path: Path, file: Any, image: str, leaf: str) -> None:
+    """Raises SourceError: no row has an image; the column is known to be small."""
+    if any(any(_column(path, image, leaf, group)) for group in range(file.metadata.num_row_groups)):
+        return
+    kind = file.schema_arrow.field(image).type
+    if leaf != image and kind.get_field_index("path") >= 0:
+        raise SourceError(f"{path}: {leaf} is empty in all rows, and {image}.path has {_ONLY_PATHS}")
+    raise SourceError(f"{path}: {leaf} is empty in all rows: name the column of the images with --image-key")
 
 
 def _column(path: Path, image: str, leaf: str, group: int) -> Iterator[bytes]:

@@ -39,11 +39,13 @@ from dali_train.data.dataset.manifest import (
     split_word,
     splits_of_words,
 )
+from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver, warn_missing
 from dali_train.data.progress import Progress
 from dali_train.errors import RunError
 from dali_train.files import NO_SPACE
 
+_MOST_OPENED = 100  # of files that are not read, to say why
 Listed = Iterable[Image | PassedOver]
 ListFile = Callable[[Path], Listed]
 """Yields the images of one file, and what is passed over in it."""
@@ -112,6 +114,7 @@ def list_splits(
         raise SourceError(f"--source {source}: does not exist: name a directory of *{ending}, or one such file")
     files: dict[SplitWord | None, list[Path]] = {}
     others: list[PassedOver] = []
+    unread: list[Path] = []
     for entry in Directory(source).walk() if source.is_dir() else [Image("", "", 0, 0)]:
         if isinstance(entry, PassedOver):
             others.append(entry)
@@ -119,7 +122,11 @@ def list_splits(
             files.setdefault(split_word(entry.name), []).append(source / entry.name)
         elif not ending.endswith(".json"):
             others.append(PassedOver.by_suffix(entry.name.rpartition("/")[0], entry.name))
+            unread.append(source / entry.name)
     if not files:
+        for path in unread[:_MOST_OPENED]:
+            if packed := how_packed(path):
+                raise SourceError(f"--source {source}: has no *{ending}, and {printable_name(path.name)} {packed}")
         raise SourceError(f"--source {source}: has no *{ending}: name the directory that holds them, or one such file")
     if None in files and len(files) > 1:
         raise SourceError(
@@ -168,11 +175,11 @@ def where_it_lies(path: Path, list_file: ListFile) -> Listed:
 
 
 def open_plain(path: Path) -> Archive:
-    """Open a tar whose images are read in place. Raises SourceError: it is gzipped."""
-    archive = Archive(path)
-    if archive.is_gzipped:
-        raise SourceError(f"{path}: is gzipped, and images are read in place: gunzip it first")
-    return archive
+    """Open a tar whose images are read in place. Raises SourceError: it is compressed."""
+    packed = how_packed(path)
+    if packed:
+        raise SourceError(f"{path}: images are read in place, and it {packed}")
+    return Archive(path)
 
 
 def find_column(path: Path, columns: Mapping[str, str], option: str, key: str | None, usual: Sequence[str]) -> str:

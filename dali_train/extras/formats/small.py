@@ -12,6 +12,7 @@ from PIL import Image
 
 from dali_train.data.convert.sources import FilesByName, Images, PixelSource, SourceError, Sources, open_container
 from dali_train.data.dataset.manifest import SPLITS, SplitName
+from dali_train.data.dataset.packed_files import GZIP, how_packed, not_a_directory
 from dali_train.extras.formats.trees import split_folders
 
 DIGITS_SIDE = 32
@@ -104,7 +105,7 @@ def _read_mnist(directory: Path, *, class_names: Sequence[str], title: str) -> S
     """
     if not directory.is_dir():
         raise SourceError(
-            f"{directory}: this directory does not exist; it should hold train-images-idx3-ubyte.gz and the like"
+            f"{directory}: {not_a_directory(directory)}; it should hold train-images-idx3-ubyte.gz and the like"
         )
     sources: dict[SplitName, Images] = {}
     for split in SPLITS:
@@ -143,13 +144,12 @@ def _idx_file(directory: Path, prefix: str, kind: str) -> Path | None:
 def _read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
     """Read an array of unsigned bytes: magic number 0, 0, 8, dimensions; the sizes as big-endian uint32; the data."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with path.open("rb") as raw:
+            file = gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(GZIP) else raw
             header = file.read(4 + 4 * dimensions)
             if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, 8, dimensions)):
-                raise SourceError(
-                    f"{path}: begins with {header[:4]!r}, expected {bytes((0, 0, 8, dimensions))!r}: not such an idx "
-                    "file"
-                )
+                begins = f"begins with {header[:4]!r}, expected {bytes((0, 0, 8, dimensions))!r}: not such an idx file"
+                raise SourceError(f"{path}: {how_packed(path, header) or begins}")
             shape = struct.unpack(f">{dimensions}I", header[4:])
             size = int(np.prod([int(side) for side in shape], dtype=object))
             if size > _MAX_IDX_BYTES:

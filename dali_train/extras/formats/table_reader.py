@@ -18,13 +18,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dali_train.data.convert.datasets import SPREADSHEETS
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.manifest import SplitWord, split_word
+from dali_train.data.dataset.packed_files import how_packed
 from dali_train.files import read_limited
 
 _SEPARATORS = (",", ";", "\t", "|")
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-_SPREADSHEETS = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # .xlsx and .ods are zip archives, .xls is an OLE file
 _MAX_JSON_BYTES = 1 << 30
 
 # As names are compared, see `plain_name`: what says more comes first.
@@ -207,8 +208,10 @@ def _reading(path: Path) -> Iterator[None]:
 def _opened(path: Path) -> Table:
     with path.open("rb") as file:
         begin = file.read(4)
-    if begin in _SPREADSHEETS:
-        raise SourceError(f"{path}: is a spreadsheet, or another archive: save the table as CSV in UTF-8")
+    if path.suffix.lower() in SPREADSHEETS:
+        raise SourceError(f"{path}: is a spreadsheet: save its table as CSV in UTF-8")
+    if packed := how_packed(path):
+        raise SourceError(f"{path}: {packed}")
     encoding = _BYTE_ORDER_MARKS.get(begin[:2], "utf-8-sig")
     with path.open(encoding=encoding, newline="") as lines:
         first = next((line for line in lines if line.strip()), "")

@@ -25,6 +25,7 @@ from dali_train.data.dataset.manifest import (
     index_path,
     split_of_folder,
 )
+from dali_train.data.dataset.packed_files import not_a_directory
 from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_missing, warn_passed_over
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.data.dataset.write_index import (
@@ -196,7 +197,11 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
         DatasetError: no shards, a name that is not UTF-8, the same split in two places, or `_in_order`'s errors.
     """
     if not root.is_dir():
-        raise DatasetError(f"{root}: this directory does not exist")
+        plain = (
+            "is a file that is not indexed: name a directory, a tar (.tar) or a table (.csv, .tsv); `dali-train data "
+            "convert --help` lists what else is read"
+        )
+        raise DatasetError(f"{root}: {not_a_directory(root, plain)}")
     passed_over: Counter[PassedOver] = Counter()
     flat = [path for path in _files(root, Counter()) if _NUMBERED_SHARD.search(path.name) or "tfrec" in path.name]
     folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
@@ -218,7 +223,8 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
             location, paths = next(iter(locations.items()))
             for path in paths:
                 check_name(path.name)
-            splits[split] = _in_order(location, paths, passed_over)
+            if with_records := _with_records(location, _in_order(location, paths, passed_over), passed_over):
+                splits[split] = with_records
     for folder in folders:
         if splits and split_of_folder(folder.name) == "test":
             passed_over[PassedOver(folder.name, "in a test split, which is not read")] += len(_files(folder, Counter()))
@@ -271,6 +277,8 @@ def _files(directory: Path, passed_over: Counter[PassedOver]) -> list[Path]:
     for path in sorted(directory.iterdir()):
         if is_hidden(path.name):
             passed_over[PassedOver(directory.name, HIDDEN)] += 1
+        elif path.name.startswith("_") and not path.is_dir():
+            passed_over[PassedOver(directory.name, "with _ before its name, as Spark's _SUCCESS")] += 1
         elif path.is_file():
             files.append(path)
         elif not path.is_dir():
@@ -313,6 +321,13 @@ def _in_order(location: str, files: list[Path], passed_over: Counter[PassedOver]
         numbered
     )
     return sorted(numbered, key=lambda path: int(numbered[path][1]))
+
+
+def _with_records(location: str, paths: list[Path], passed_over: Counter[PassedOver]) -> list[Path]:
+    """Return the shards but those without any record, which Beam writes, too."""
+    found = [path for path in paths if path.stat().st_size]
+    passed_over[PassedOver(Path(location).name, "without a record (0 bytes)")] += len(paths) - len(found)
+    return found
 
 
 Fetch = Callable[[Path], AbstractContextManager[Path]]

@@ -245,7 +245,7 @@ def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
             if found is None:
                 with fetch(path):
                     listed = [*list_file(path)]
-                    found = _measure_object(task, [entry for entry in listed if isinstance(entry, Image)])
+                    found = _measure_object(task, _by_offset(listed))
                 found.save(saved, listed)
             else:
                 listed = listed_in(saved, str(path))
@@ -254,8 +254,7 @@ def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
                     f"{bucket.url}/{name}: its images have several labels, which are only indexed on a disk: copy the "
                     "tars to one, index them, and copy the index"
                 )
-            offsets = [entry.offset for entry in listed if isinstance(entry, Image)]
-            measured[str(path)] = np.array(offsets, np.uint64), found
+            measured[str(path)] = np.array([image.offset for image in _by_offset(listed)], np.uint64), found
             yield from listed
 
         splits, class_names = task.load(directory, within)
@@ -268,6 +267,11 @@ def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
             measured=measured,
         )
         return _index(task, state, listing)
+
+
+def _by_offset(listed: Sequence[Image | PassedOver]) -> list[Image]:
+    """Return the images as they lie in their file, where a tar's links lead back and replaced members ahead."""
+    return sorted((entry for entry in listed if isinstance(entry, Image)), key=lambda image: image.offset)
 
 
 def _measure_object(task: IndexInPlace, images: Sequence[Image]) -> Measured:
@@ -451,7 +455,8 @@ def _write(
         for side in ("height", "width"):
             rows[split][side] = found.rows[side]
         num_images = len(found.rows)
-        order = np.arange(num_images) if task.keep_order else shuffled_layout(num_images, 1, seed=task.seed)[0]
+        as_they_lie = np.lexsort((rows[split]["offset"], rows[split]["shard"]))
+        order = as_they_lie if task.keep_order else shuffled_layout(num_images, 1, seed=task.seed)[0]
         order = order[~np.isin(order, [*found.bad])]
         if not len(order):
             raise SourceError(f"{listing.source}: the {split} split has no image that can be decoded")
