@@ -8,8 +8,9 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from dali_train.data.convert.containers import Directory
 from dali_train.data.convert.datasets import KAGGLES_IMAGENET, images_root
-from dali_train.data.convert.sources import Directory, Image, SourceError
+from dali_train.data.convert.sources import Image, SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
 from dali_train.data.dataset.passed_over import is_hidden

@@ -18,9 +18,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dali_train.data.convert.containers import Archive, Directory
 from dali_train.data.convert.sources import (
-    Archive,
-    Directory,
     Image,
     ImageFiles,
     Images,

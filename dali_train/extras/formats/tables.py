@@ -24,7 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dali_train.data.convert.sources import Directory, Image, ImageFiles, Images, SourceError, Sources, hold_out
+from dali_train.data.convert.containers import Directory
+from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out
 from dali_train.data.dataset.manifest import (
     SplitName,
     SplitWord,

@@ -9,19 +9,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from dali_train.data.convert.containers import Container, Directory, open_container
 from dali_train.data.convert.datasets import images_root
-from dali_train.data.convert.sources import (
-    Container,
-    Directory,
-    Image,
-    ImageFiles,
-    Images,
-    SourceError,
-    Sources,
-    hold_out,
-    open_container,
-    printable_name,
-)
+from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out, printable_name
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import (
     ClassOrder,
