@@ -88,6 +88,8 @@ def _without_file(error: OSError, reason: str) -> str:
     """Return why a call failed that names no file, with the remedy or at least the place of the call."""
     if reason.startswith("No usable temporary directory"):  # Python's, with those that it tried
         return f"{reason}: set TMPDIR to a directory that this user may write to"
+    if isinstance(error, BrokenPipeError):  # whoever read the output has gone
+        return reason
     call = traceback.extract_tb(error.__traceback__)[-1]
     return f"{reason} (in {call.name}, {Path(call.filename).name} line {call.lineno})"
 

@@ -3,8 +3,10 @@
 import contextlib
 import errno
 import gc
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -145,6 +147,20 @@ reading.read_into_page_cache({{}})
     owner.communicate("\n")
     assert owner.returncode == {"raise SystemExit(3)": 3}.get(end, -signal.SIGKILL if "SIGKILL" in end else 0)
     wait_until(has_ended, pid)
+
+
+def test_an_answer_that_finds_nobody_is_no_fault(tmp_path: Path) -> None:
+    """A run may end while images are read ahead."""
+    (tmp_path / "file").write_bytes(bytes(5_000_000))
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-I", "-S", str(reading_process._PROGRAM), str(theirs.fileno())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    theirs.close()
+    ours.sendall(json.dumps([[str(tmp_path / "file"), 0, 5_000_000]]).encode() + b"\n")
+    ours.recv(10)
+    ours.close()
+    assert process.communicate() == (None, b"")
+    assert process.returncode == 0
 
 
 def test_it_ends_with_its_object() -> None:

@@ -391,8 +391,8 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "",
         "has a label of its own",
     ),
-    "a spreadsheet": ("t.xlsx", b"PK\3\4" + bytes(99), "", "save the table as CSV"),
-    "an old spreadsheet": ("t.xls", b"\xd0\xcf\x11\xe0" + bytes(99), "", "save the table as CSV"),
+    "a spreadsheet": ("t.xlsx", b"PK\3\4" + bytes(99), "", "save its table as CSV"),
+    "an old spreadsheet": ("t.xls", b"\xd0\xcf\x11\xe0" + bytes(99), "", "save its table as CSV"),
     "nothing": ("t.csv", "", "", "has no rows"),
     "a readme": ("t.txt", "Please cite us.\n", "", "has no column"),
 }

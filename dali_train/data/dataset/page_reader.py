@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 _BUFFER_BYTES = 1 << 20
@@ -38,9 +39,9 @@ def main() -> None:
 
 
 def serve(connection: socket.socket, most_open: int) -> None:
-    """Answer requests until the other side closes."""
+    """Answer requests until the other side closes, or is gone with an answer on its way."""
     files, buffer = OpenFiles(most_open), memoryview(bytearray(_BUFFER_BYTES))
-    with connection.makefile("rwb") as lines:
+    with suppress(ConnectionError), connection.makefile("rwb") as lines:
         for line in lines:
             request, content = json.loads(line), memoryview(b"")
             if isinstance(request, dict):
