@@ -258,8 +258,9 @@ DATASETS: dict[str, Converter] = {
         files=r"shard\.\d+\.mds",
     ),
     "table": Converter(
-        help="A table (.csv, .tsv) with a heading, such as file,label: image files below its directory, and labels; "
-        "a column split, if there is one, says train, val or test.",
+        help="A table of image files below its directory and labels, such as CSV with the heading file,label (also "
+        ".tsv, .txt, .jsonl, or .json as COCO has it); a column split or is_valid divides it, or val.csv beside "
+        "train.csv.",
         load=partial(_in_extras, "dali_train.extras.formats.tables:table"),
         arguments={
             "--source": {"type": Path, "required": True, "metavar": "FILE", "help": "the table"},
