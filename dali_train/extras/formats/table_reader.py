@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from dali_train.data.convert.datasets import SPREADSHEETS
 from dali_train.data.convert.sources import SourceError
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
 from dali_train.data.dataset.packed_files import how_packed
 from dali_train.files import read_limited
@@ -237,14 +238,24 @@ def _separator(line: str) -> str:
 
 def _cells(lines: Iterable[str], separator: str, path: Path) -> Iterator[Row]:
     if separator == " ":
-        has_more = False  # than FILE LABEL, where a file's name may have spaces
         for number, line in enumerate(lines, 1):
-            has_more = len(line.split()) > 2 if number == 1 else has_more
-            yield Row(f"{path}, line {number}", line.split() if has_more else line.strip().rsplit(maxsplit=1))
+            yield Row(f"{path}, line {number}", _words(line))
         return
     reader = csv.reader(lines, delimiter=separator, strict=True)
     for cells in reader:
         yield Row(f"{path}, line {reader.line_num}", cells)
+
+
+_FILE_NAME = re.compile(rf"(.+?(?:{'|'.join(map(re.escape, IMAGE_SUFFIXES))}))\s+(\S.*)", re.IGNORECASE)
+
+
+def _words(line: str) -> list[str]:
+    """Return the cells of a line without a separator: a file, whose name may have spaces if it has a suffix, and a
+    label, which may have them too, or several numbers."""
+    match = _FILE_NAME.fullmatch(line.strip())
+    name, _, rest = (match[1], "", match[2]) if match else line.strip().partition(" ")
+    numbers = rest.split()
+    return [name, *(numbers if all(map(str.isdecimal, numbers)) else [rest.strip()])]
 
 
 def _text_rows(path: Path, encoding: str, separator: str, num_columns: int, *, skipped: bool) -> Iterator[Row]:
@@ -286,7 +297,9 @@ def _json_objects(path: Path) -> Objects:
     if isinstance(content, dict) and "images" in content:
         content = _of_coco(content)
     elif isinstance(content, dict):
-        content = [{"file": name, "label": label} for name, label in content.items()]
+        content = content.get("labels", content)  # of StyleGAN's dataset.json
+        pairs = content.items() if isinstance(content, dict) else content
+        content = [{"file": name, "label": label} for name, label in pairs]
     return lambda: ((f"{path}, entry {number}", entry) for number, entry in enumerate(content, 1))
 
 
@@ -300,12 +313,17 @@ def _of_coco(content: dict[str, Any]) -> list[object]:
     ]
 
 
+_EXAMPLE = '{"file": "images/1.jpg", "label": "cat"}'
+
+
 def _of_objects(path: Path, objects: Objects) -> Table:
     """Return the table whose columns are the keys of the first object."""
     _, first = next(objects(), ("", None))
     if not isinstance(first, dict) or not first:
-        raise SourceError(f"{path}: has no objects with a file and a label: use a list of such objects, or CSV")
+        raise SourceError(f"{path}: has no objects with a file and a label: use objects such as {_EXAMPLE}, or CSV")
     columns = tuple(first)
+    if not any(isinstance(value, str) for value in first.values()):
+        raise SourceError(f"{path}: its first object names no file: use objects such as {_EXAMPLE}, or CSV")
 
     def rows() -> Iterator[Row]:
         yield Row(str(path), columns)

@@ -229,8 +229,10 @@ class _Reader:
                 raise SourceError(f"{row.where}: {text[:60]} is no list of labels ({error}): correct it") from error
         if self._separator is not None:
             return [part.strip() for part in text.split(self._separator)]
-        if not text:
+        if text in ("", "nan", "NaN"):  # as pandas writes what is missing
             raise SourceError(f"{row.where}: {name} has no label: give it one, or leave it out")
+        if text.startswith("{"):
+            raise SourceError(f"{row.where}: {text[:60]} is an object, and no label: write its name in its place")
         return [text]
 
 

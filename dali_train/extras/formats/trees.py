@@ -1,8 +1,9 @@
 """Image files in one folder per class, in a directory or a tar archive."""
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,7 @@ from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver, i
 from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared
 from dali_train.text import plural, shortened
 
+_log = logging.getLogger(__name__)
 _MOST_NAMED = 5  # classes in a message
 _MOST_LETTERS = 100  # of a name in a message
 _TABLE = (
@@ -153,7 +155,10 @@ def _list_splits(
         for word in words.values():
             same = [folder for folder, other in words.items() if other == word]
             if len(same) > 1:
-                raise SourceError(f"{container.path}: {' and '.join(sorted(same))} are one split: keep one of them")
+                raise SourceError(
+                    f"{container.path}: {' and '.join(sorted(same))} are one split: keep one of them, or put "
+                    "the class folders of all into one"
+                )
     listed: dict[SplitName, _Listing] = {}
     for split in splits_of_words({*words.values()}).values():
         files = _SplitFiles(words, split, is_first=not listed, anywhere=anywhere)
@@ -189,6 +194,7 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
         beside = labels_beside(container.path / files.folder, word, None if train is None else train.classes)
     folders_there: dict[str, bool] = {}  # class folder -> whether something in it is passed over
     deeper: set[Parts] = set()
+    below: set[Parts] = set()
 
     def images() -> Iterator[Image | PassedOver]:
         for entry in container.walk(folders=True):
@@ -215,6 +221,8 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
                 if len(inside) < 2:
                     raise SourceError(_stray(container, files, path.parts, start))
                 deeper.add(inside[:-1][:2])
+                if len(inside) > 2:
+                    below.add(inside[:2])
                 yield entry._replace(label=numbers.setdefault(inside[0], len(numbers)))
             else:
                 if len(inside) > 1 and beside is None:
@@ -227,8 +235,25 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
     listed = Images(ImageFiles(images, container.read), container.path)
     if any(len(folder) < 2 for folder in deeper):
         deeper.clear()
+    _warn_of_folders_below(container.path / files.folder, below, numbers)
     empty = [folder for folder in folders_there if folder not in numbers]
     return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper, beside)
+
+
+def _warn_of_folders_below(path: Path, below: Collection[Parts], classes: Collection[str]) -> None:
+    """Say that folders in class folders are no classes, where somebody may think that they are: those that are called
+    as classes, or several in one."""
+    counts = Counter(name for name, _ in below)
+    several = sorted("/".join(parts) for parts in below if parts[1] in classes or counts[parts[0]] > 1)
+    if several:
+        shown = ", ".join(shortened(printable_name(name), _MOST_LETTERS) for name in several[:_MOST_NAMED])
+        _log.warning(
+            "%s: %s in class folders are no classes, and their images are of the folders above: %s%s",
+            path,
+            plural(len(several), "folder"),
+            shown,
+            ", ..." if len(several) > _MOST_NAMED else "",
+        )
 
 
 def _folder(parts: Parts) -> str:
@@ -320,6 +345,8 @@ def _with_common_labels(
                 f"({len(unknown)} such classes): the class folders must agree"
                 + (f"; {_TABLE}" if len(listing.classes) == 1 else "")
             )
+    if len(folders_there) == 1:
+        _log.warning("%s: all images are of one class, %s; %s", listed[first].path, folders_there[0], _TABLE)
     if class_names is None:
         ordered = order_classes(folders_there, class_order)
         number_of: Mapping[str, int] = {name: number for number, name in enumerate(ordered)}
