@@ -39,8 +39,13 @@ TIME_STEPS_NS = (1, 100, 1_000, 10_000_000, 1_000_000_000, 2_000_000_000)
 
 
 def write_atomically(path: Path, *contents: bytes | memoryview) -> None:
-    """Write and flush a file, of `contents` one after the other, completely, or not at all."""
+    """Write and flush a file, of `contents` one after the other, completely, or not at all; into a device, a pipe or
+    what a link leads to, such as /dev/stdout, as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_dir() and (path.is_symlink() or not path.is_file()):
+        with path.open("wb") as file:
+            file.writelines(contents)
+        return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:

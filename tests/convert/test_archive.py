@@ -223,6 +223,8 @@ def test_directories_with_what_is_no_file(tmp_path: Path) -> None:
         ("nowhere", "a link to a file that does not exist: remove or mend it"),
         ("/dev/zero", "a device, FIFO or socket, or a link to one, not a file: remove it"),
         (tmp_path / "a", "a link to a directory that it lies in: remove it"),
+        (tmp_path, "a link to a directory that it lies in: remove it"),
+        (tmp_path.parent, "a link to a directory that it lies in: remove it"),
     ):
         odd.symlink_to(target)
         with pytest.raises(SourceError, match=f"odd: {message}"):

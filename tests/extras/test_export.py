@@ -8,6 +8,7 @@ import resource
 import shutil
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,22 @@ def test_predictions_of_files(
         ), line
     with Image.open(picture) as image:
         assert image.size[0] > 500
+
+
+def test_a_table_goes_into_a_pipe_and_options_stand_anywhere(
+    finished: Path, photographs: list[Path], tmp_path: Path
+) -> None:
+    """And what a link leads to is written, where it was replaced."""
+    link, table, pipe = (tmp_path / name for name in ("link.csv", "table.csv", "pipe"))
+    table.touch()
+    link.symlink_to(table)
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(pipe.read_bytes)
+        for path in (link, pipe):
+            assert main(["predict", str(finished), "--csv", str(path), *map(str, photographs)]) == 0
+        assert reading.result() == table.read_bytes()
+    assert link.is_symlink() and pipe.is_fifo() and len(table.read_text().splitlines()) == 4
 
 
 def test_both_decoders_are_compared_on_the_validation_split(

@@ -315,6 +315,27 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
     "spaces in headings": ("t.csv", f" File Name , Label \n{ROWS}", "", CATS),
     "blank lines": ("t.csv", f"\nfile,label\n\n{ROWS}\n\n", "", CATS),
     "no heading": ("t.csv", ROWS, "", CATS),
+    "a list whose labels have spaces": (
+        "t.txt",
+        "a.jpg red fox\nb.JPEG red wolf\n",
+        "",
+        {"a.jpg": "red fox", "b.JPEG": "red wolf"},
+    ),
+    "another machine's paths": (
+        "t.csv",
+        "path,label\n/home/ana/x/a.jpg,cat\nC:\\x\\b.JPEG,dog\n",
+        "",
+        {"a.jpg": "cat", "b.JPEG": "dog"},
+    ),
+    "nan": ("t.csv", "file,label\na.jpg,nan\n", "", "has no label"),
+    "StyleGAN's": ("t.json", '{"labels": [["a.jpg", 3], ["b.JPEG", 1]]}', "", {"a.jpg": "3", "b.JPEG": "1"}),
+    "FiftyOne's": ("t.json", '{"samples": [{"filepath": "a.jpg"}]}', "", "has no objects with a file and a label"),
+    "an object as a label": (
+        "t.json",
+        '[{"file": "a.jpg", "label": {"name": "cat"}}]',
+        "",
+        "is an object, and no label",
+    ),
     "a list": ("t.txt", SPACES, "", CATS),
     "a list with a slash": ("t.txt", f"/{SPACES}".replace("\n", "\n/")[:-1], "", CATS),
     "the label first": ("t.csv", "cat,a.jpg\ndog,b.JPEG\n", "", {"a.jpg": "cat", "b.JPEG": "dog"}),
@@ -416,6 +437,45 @@ def test_dialects(dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(Manifest.read(out).splits) == len(expected)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{name}: ")]
     assert "files from" in line and (dialect != "a fold" or "not used: fold" in line)
+
+
+# The images, and the right answer: a part of what is said, as a warning or as a refusal.
+SAID: dict[str, tuple[list[str], bool, str]] = {
+    "all images in one folder": (["jpg/1.jpg", "jpg/2.jpg"], True, "all images are of one class, jpg; if a table"),
+    "a test folder with a number": (["train/cat.0.jpg", "test1/1.jpg"], False, "an image outside of a class folder"),
+    "a split in parts": (
+        ["train.X1/a/1.jpg", "train.X2/b/2.jpg", "val.X/a/3.jpg", "val.X/b/4.jpg"],
+        False,
+        "train.X1 and train.X2 are one split: keep one of them, or put the class folders of all into one",
+    ),
+    "folders in class folders": (
+        ["a/airfield/1.jpg", "a/cabin/2.jpg", "b/bakery/shop/3.jpg"],
+        True,
+        "2 folders in class folders are no classes, and their images are of the folders above: a/airfield, a/cabin",
+    ),
+    "folders called as classes": (["cat/1.jpg", "dog/2.jpg", "augmented/cat/3.jpg"], True, "augmented/cat"),
+    "too deep": (
+        ["data/data/train/cat/1.jpg", "data/data/train/dog/2.jpg"],
+        False,
+        "has one class folder, data, and all images in",
+    ),
+    "classes a level deeper": (
+        ["images/cat/1.jpg", "images/dog/2.jpg", "parts/parts.txt"],
+        False,
+        "if these are the classes, name images instead",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_folders_that_may_be_meant_otherwise(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    images, is_read, message = SAID[case]
+    put(tmp_path / "photos", [path for path in images if path.endswith(".jpg")])
+    status = cli.main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / "index")])
+    assert status == (0 if is_read else 2)
+    assert message in (caplog.text if is_read else capsys.readouterr().err)
 
 
 FLAT = [f"val/{n}.jpg" for n in range(3)]

@@ -61,7 +61,8 @@ class Directory:
         Raises:
             SourceError: a directory within itself or that cannot be read, a dead link, or what is not a file.
         """
-        for entry in self._below(str(self.path), "", ()):
+        status = self.path.stat() if self.path.is_dir() else None
+        for entry in self._below(str(self.path), "", () if status is None else ((status.st_dev, status.st_ino),)):
             if folders or isinstance(entry, PassedOver) or not entry.name.endswith("/"):
                 yield entry
 
@@ -88,7 +89,8 @@ class Directory:
             if stat.S_ISDIR(status.st_mode):
                 identity = status.st_dev, status.st_ino
                 if identity in above:
-                    raise SourceError(f"{location}: a link to a directory that it lies in: remove it")
+                    link = next(path for path in (Path(entry.path), *Path(entry.path).parents) if path.is_symlink())
+                    raise SourceError(f"{printable_name(str(link))}: a link to a directory that it lies in: remove it")
                 yield Image(root, f"{prefix}{entry.name}/", 0, 0)
                 yield from self._below(entry.path, f"{prefix}{entry.name}/", (*above, identity))
             elif stat.S_ISREG(status.st_mode):

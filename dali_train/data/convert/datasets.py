@@ -380,7 +380,17 @@ def in_place(root: Path) -> InPlace | None:
     if _has_tfrecords(names, below):
         return None
     inner = [_names(root / folder / name) for folder in below if split_word(folder) for name in below[folder][:5]]
-    return in_place_by_names([*names, *(name for inside in (*below.values(), *inner) for name in inside)])
+    kind = in_place_by_names([*names, *(name for inside in (*below.values(), *inner) for name in inside)])
+    return "folder" if kind is None and _holds_images(root, levels=4) else kind
+
+
+def _holds_images(directory: Path, *, levels: int) -> bool:
+    """Return whether there are images in a directory, or so many levels below it in the first folders of each."""
+    names = _names(directory)
+    if in_place_by_names(names) == "folder":
+        return True
+    folders = [name for name in names[:50] if (directory / name).is_dir()][:5]
+    return levels > 0 and any(_holds_images(directory / name, levels=levels - 1) for name in folders)
 
 
 def images_root(root: Path) -> Path:

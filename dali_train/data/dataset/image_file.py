@@ -69,13 +69,17 @@ def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
         image = open_image(encoded)
         kind = _misread_kind(image, encoded)
         if kind is not None:
-            raise BadImageError(f"is a {image.format} {kind}{_MISREAD}")
+            # Of these a conversion makes nothing either, see `check_grey`.
+            is_no_picture = image.mode == "F" or (image.format == "TIFF" and image.mode.startswith("I"))
+            remedy = ": save it with 8 bits, or 16 from black to white" if is_no_picture else _MISREAD
+            raise BadImageError(f"is a {image.format} {kind}{remedy}")
         height, width = image.height, image.width
     check_size(height, width)
     return height, width
 
 
-_MISREAD = ", of which PIL and DALI make different pixels: save it as PNG, or convert it with `dali-train data convert`"
+_CONVERT = ": save it as PNG, or convert it with `dali-train data convert`"
+_MISREAD = f", of which PIL and DALI make different pixels{_CONVERT}"
 
 
 def _misread_kind(image: Image.Image, encoded: bytes | memoryview) -> str | None:
@@ -238,6 +242,8 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FOR
             return Image.open(io.BytesIO(encoded), formats=formats)
     except Image.UnidentifiedImageError as error:
         begin = bytes(encoded[:8])
+        if begin.startswith(b"GIF8"):
+            raise BadImageError("is a GIF, which DALI does not decode" + _CONVERT) from error
         raise BadImageError(
             f"is not an image in a known format ({', '.join(formats)}); it begins with {begin!r}"
         ) from error

@@ -111,7 +111,8 @@ def _samples_of_key(
             raise SourceError(
                 f"{printable_name(f'{archive.path}:{stem}')}: has {there}: there must be one of each side by side, as "
                 f"KEY.jpg and KEY{ending} (there is {others or 'nothing else'}, and images are {_KINDS}); write the "
-                "tar anew, or name the field of a KEY.json with --label-key"
+                "tar anew, or name the field of a KEY.json with --label-key; `dali-train data convert folder --train` "
+                "reads a tar of class folders"
             )
         start = len(key) if has_sample else len(stem)
         for file in rest:
@@ -199,6 +200,8 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
         problem = how_packed(path) or f"damaged, truncated or not Parquet ({error}): fetch it again"
+        if isinstance(error, PermissionError):
+            problem = "cannot be read (Permission denied): allow it"
         raise SourceError(f"{path}: {problem}") from error
 
 
@@ -211,7 +214,8 @@ def _row_groups(
     is_list = any(is_kind(label_kind) for is_kind in _list_types(types))
     if not types.is_integer(label_kind.value_type if is_list else label_kind):
         raise SourceError(
-            f"{path}: column {label} is {label_kind}: name one of whole numbers, or of lists of them, with --label-key"
+            f"{path}: column {label} is {label_kind}: name one of whole numbers, or of lists of them, with "
+            "--label-key, or write the classes as numbers from 0 and name them with --class-names"
         )
     labels = [
         sets.label(value, f"{path}:row {row}")
@@ -249,7 +253,7 @@ def _leaf_of_images(path: Path, file: Any, image: str) -> str:
         return leaf
     paths = kind.field("path").type if types.is_struct(kind) and kind.get_field_index("path") >= 0 else kind
     if any(is_kind(paths) for is_kind in (types.is_string, types.is_large_string, types.is_string_view)):
-        raise SourceError(f"{path}: column {image} is {kind}: {_ONLY_PATHS}")
+        raise SourceError(f"{path}: column {image} is {kind}, which may hold {_ONLY_PATHS}")
     raise SourceError(f"{path}: column {image} is {kind}: name one of image files (binary) with --image-key")
 
 

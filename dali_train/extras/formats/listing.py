@@ -42,7 +42,6 @@ from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver, warn_missing
 from dali_train.data.progress import Progress
 from dali_train.errors import RunError
-from dali_train.files import NO_SPACE
 
 _MOST_OPENED = 100  # of files that are not read, to say why
 Listed = Iterable[Image | PassedOver]
@@ -285,7 +284,7 @@ class PackedBlocks:
             return block.ends
 
     def _append(self, images: Iterable[bytes]) -> "array[int]":
-        """Return the offsets between which the images are. Raises RunError: the disk is full."""
+        """Return the offsets between which the images are. Raises RunError: the directory is full or not writable."""
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  open as long as the source
@@ -296,8 +295,6 @@ class PackedBlocks:
                 ends.append(ends[-1] + len(image))
             self._file.flush()
         except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
             raise RunError(
                 f"{self._directory}: the source cannot be unpacked here ({error.strerror}): make as much space as it "
                 "takes, or name another directory in TMPDIR, and start the same command again"

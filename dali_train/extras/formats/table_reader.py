@@ -299,6 +299,8 @@ def _json_objects(path: Path) -> Objects:
     elif isinstance(content, dict):
         content = content.get("labels", content)  # of StyleGAN's dataset.json
         pairs = content.items() if isinstance(content, dict) else content
+        if any(isinstance(label, dict | list) for _, label in pairs):
+            raise SourceError(f"{path}: has no objects with a file and a label: use objects such as {_EXAMPLE}, or CSV")
         content = [{"file": name, "label": label} for name, label in pairs]
     return lambda: ((f"{path}, entry {number}", entry) for number, entry in enumerate(content, 1))
 

@@ -175,6 +175,7 @@ class _Listing:
     classes: list[str]  # that have images, as they appear: labels are places in this list
     empty: list[str]  # class folders without images
     deeper: set[Parts]  # the folders below class folders, if all images lie in such
+    leaves: set[Parts]  # of a single class, all folders that have images
     beside: LabelsBeside | None  # has the labels; None: the class folders do
 
 
@@ -195,6 +196,7 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
     folders_there: dict[str, bool] = {}  # class folder -> whether something in it is passed over
     deeper: set[Parts] = set()
     below: set[Parts] = set()
+    leaves: set[Parts] = set()
 
     def images() -> Iterator[Image | PassedOver]:
         for entry in container.walk(folders=True):
@@ -221,6 +223,8 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
                 if len(inside) < 2:
                     raise SourceError(_stray(container, files, path.parts, start))
                 deeper.add(inside[:-1][:2])
+                if len(numbers) < 2:
+                    leaves.add(inside[:-1])
                 if len(inside) > 2:
                     below.add(inside[:2])
                 yield entry._replace(label=numbers.setdefault(inside[0], len(numbers)))
@@ -235,9 +239,11 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
     listed = Images(ImageFiles(images, container.read), container.path)
     if any(len(folder) < 2 for folder in deeper):
         deeper.clear()
+    if len(numbers) > 1:
+        leaves.clear()
     _warn_of_folders_below(container.path / files.folder, below, numbers)
     empty = [folder for folder in folders_there if folder not in numbers]
-    return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper, beside)
+    return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper, leaves, beside)
 
 
 def _warn_of_folders_below(path: Path, below: Collection[Parts], classes: Collection[str]) -> None:
@@ -283,7 +289,18 @@ def _stray(container: Container, files: _SplitFiles, parts: Parts, start: int) -
 
 
 def _refuse_other_level(listing: _Listing) -> None:
-    """Raises SourceError: the class folders seem to lie a level deeper than they are looked for."""
+    """Raises SourceError: the class folders seem to lie deeper than they are looked for."""
+    nested = sorted(folder for folder in listing.leaves if len(folder) > 1)
+    if len(nested) > 1:
+        first, last = nested[0], nested[-1]
+        num_common = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+        shown = shortened(printable_name("/".join(first[:num_common])), _MOST_LETTERS)
+        images = "all images" if len(nested) == len(listing.leaves) else "images"
+        raise SourceError(
+            f"{listing.path} has one class folder, {shortened(printable_name(first[0]), _MOST_LETTERS)}, and {images} "
+            f"in {len(nested):,} folders below it: if these are the classes, name {shown} instead (of an archive once "
+            "it is unpacked); if not, list the one class in a file for --class-names"
+        )
     below: dict[str, set[str]] = {}
     for name, folder in listing.deeper:
         below.setdefault(name, set()).add(folder)
@@ -293,11 +310,6 @@ def _refuse_other_level(listing: _Listing) -> None:
     common = ", ".join(
         shortened(printable_name(folder), _MOST_LETTERS) for folder in sorted(below[min(below)])[:_MOST_NAMED]
     )
-    if len(below) == 1:
-        raise SourceError(
-            f"{listing.path} has one class folder, {shown}, and all images in {len(listing.deeper):,} folders below "
-            f"it: if these are the classes, name {shown} instead (of an archive once it is unpacked)"
-        )
     raise SourceError(
         f"{listing.path} has {len(below):,} folders, {shown} and others, each with all images in the same folders "
         f"({common}): if these are the classes, name {listing.path}/{shown} alone (of an archive once it is unpacked); "

@@ -44,7 +44,10 @@ def add_predict_command(commands: Commands) -> None:
 
 
 def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
-    refuse_settings(options, overrides)
+    if not any(word.startswith("-") for word in overrides):
+        options.images += map(Path, overrides)  # argparse takes none behind an option that follows RUN
+    else:
+        refuse_settings(options, overrides)
     load_user_extensions(options)
     if options.mistakes is not None:
         if options.images or options.picture is not None or options.csv is not None or options.decoder != "dali":
