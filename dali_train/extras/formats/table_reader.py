@@ -23,6 +23,7 @@ from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
 from dali_train.data.dataset.packed_files import how_packed
+from dali_train.data.progress import SHORT_S, Progress
 from dali_train.files import read_limited
 
 _SEPARATORS = (",", ";", "\t", "|")
@@ -66,8 +67,11 @@ class Table:
 
     def rows(self, columns: "Columns") -> Iterator[Row]:
         """Yield the rows below the heading. Raises SourceError: one with more or fewer cells, or text that is none."""
-        with _reading(self.path):
-            yield from islice(self._rows(), int(columns.has_heading), None)
+        title = f"reading {self.path.name}"
+        with _reading(self.path), Progress(title, total=None, unit="rows", delay_s=SHORT_S) as progress:
+            for row in islice(self._rows(), int(columns.has_heading), None):
+                yield row
+                progress.update(1)
 
 
 @dataclass(frozen=True)

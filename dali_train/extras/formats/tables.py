@@ -37,7 +37,6 @@ from dali_train.data.dataset.manifest import (
     without_split_words,
 )
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
-from dali_train.data.progress import SHORT_S, Progress
 from dali_train.extras.formats.image_finder import ImageFinder
 from dali_train.extras.formats.label_sets import LabelSets
 from dali_train.extras.formats.listing import Within, where_it_lies
@@ -179,13 +178,11 @@ class _Reader:
         self.classes = [columns.names[number] for number in columns.classes]
         absent = self._confidence(columns)
         num_before = len(self._images)
-        with Progress(f"reading {path.name}", total=None, unit="rows", delay_s=SHORT_S) as progress:
-            for row in read.rows(columns):
-                progress.update(1)
-                if absent is not None and float(row.cells[absent] or 0) == 0:
-                    self.num_absent += 1
-                else:
-                    self._add(self._image(row, columns, word), row.where)
+        for row in read.rows(columns):
+            if absent is not None and row.cells[absent].strip() in ("0", "0.0"):
+                self.num_absent += 1
+            else:
+                self._add(self._image(row, columns, word), row.where)
         if len(self._images) == num_before:
             raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
 
