@@ -217,19 +217,18 @@ def test_directories(tmp_path: Path) -> None:
 
 
 def test_directories_with_what_is_no_file(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    odd = tmp_path / "a" / "b" / "odd"
+    root = tmp_path / "root"
+    (root / "a" / "b").mkdir(parents=True)
+    odd = root / "a" / "b" / "odd"
     for target, message in (
         ("nowhere", "a link to a file that does not exist: remove or mend it"),
         ("/dev/zero", "a device, FIFO or socket, or a link to one, not a file: remove it"),
-        (tmp_path / "a", "a link to a directory that it lies in: remove it"),
-        (tmp_path, "a link to a directory that it lies in: remove it"),
-        (tmp_path.parent, "a link to a directory that it lies in: remove it"),
+        *((above, "a link to a directory that it lies in: remove it") for above in (root / "a", root, tmp_path)),
     ):
         odd.symlink_to(target)
         with pytest.raises(SourceError, match=f"odd: {message}"):
-            list(Directory(tmp_path).list())
+            list(Directory(root).list())
         odd.unlink()
     os.mkfifo(odd)
     with pytest.raises(SourceError, match="odd: a device, FIFO or socket"):
-        list(Directory(tmp_path).list())
+        list(Directory(root).list())

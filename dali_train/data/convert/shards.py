@@ -21,7 +21,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare, reencode
-from dali_train.data.convert.sources import Images
+from dali_train.data.convert.sources import Images, loaded_arrays
 from dali_train.data.dataset.image_file import BATCH_PIXELS, BadImageError, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.dataset.manifest import LABEL_SET_KEY, Encoding, Shard
@@ -82,7 +82,7 @@ class WrittenShard:
     @classmethod
     def load(cls, path: Path) -> "WrittenShard":
         """Raises one of `UNREADABLE_ARRAYS`: there is none, or it cannot be used."""
-        with np.load(path, allow_pickle=False) as arrays:
+        with loaded_arrays(path) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
             rows = arrays["rows"]
             indexed = IndexedShard(

@@ -12,9 +12,11 @@ import hashlib
 import io
 import json
 import os
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from zipfile import BadZipFile
@@ -39,6 +41,21 @@ UNREADABLE_ARRAYS = (OSError, ValueError, KeyError, EOFError, BadZipFile, Runtim
 _COLUMNS = {"name_ends": "Q", "offsets": "Q", "sizes": "I", "packed": "b", "file_numbers": "I"}  # and codes of `array`
 _LISTED_AT_ONCE = 1000  # images between two updates of the bar
 _HELD_OUT_STREAM = 0x4845_4C44_4F55_54  # apart from those that training draws from, whose keys are small numbers
+
+
+_LOADING = threading.Lock()
+
+
+@contextmanager
+def loaded_arrays(path: Path) -> Iterator[Any]:
+    """Open a file of arrays, one thread at a time: NumPy has Python's parser read their headers, which in CPython 3.11
+    sometimes fails with a SystemError if several threads use it (its issue 106905).
+
+    Raises:
+        One of `UNREADABLE_ARRAYS`: also for reading one of the arrays.
+    """
+    with _LOADING, np.load(path, allow_pickle=False) as arrays:
+        yield arrays
 
 
 class SourceError(DatasetError):
@@ -158,7 +175,7 @@ class Images:
     def _load(self, path: Path) -> bool:
         """Take the listing of an earlier start; return False if there is none, or a power failure has spoilt it."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with loaded_arrays(path) as arrays:
                 facts = json.loads(arrays["facts"].tobytes())
                 columns = {name: array(code, arrays[name].tobytes()) for name, code in _COLUMNS.items()}
                 self._names, self.labels = arrays["names"].tobytes(), arrays["labels"]

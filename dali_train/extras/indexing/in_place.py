@@ -30,7 +30,15 @@ from dali_train.data.convert.conversion import (
 )
 from dali_train.data.convert.image import RawImage, orientation_of
 from dali_train.data.convert.shards import BadImage, partial_path
-from dali_train.data.convert.sources import UNREADABLE_ARRAYS, Image, Images, SourceError, Sources, read_range
+from dali_train.data.convert.sources import (
+    UNREADABLE_ARRAYS,
+    Image,
+    Images,
+    SourceError,
+    Sources,
+    loaded_arrays,
+    read_range,
+)
 from dali_train.data.dataset.files_in_place import make_table
 from dali_train.data.dataset.image_file import (
     IMAGE_FORMATS,
@@ -101,7 +109,7 @@ class Measured:
     def load(cls, path: Path) -> "Measured | None":
         """Return what an earlier start has saved; None if there is nothing, or a power failure has spoilt it."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with loaded_arrays(path) as arrays:
                 return cls(rows=arrays["rows"], bad=dict(json.loads(arrays["facts"].tobytes())["bad"]))
         except UNREADABLE_ARRAYS:
             return None
@@ -109,7 +117,7 @@ class Measured:
 
 def listed_in(path: Path, file: str) -> list[Image | PassedOver]:
     """Return what was listed in `file` and saved with `Measured.save`, and can be loaded."""
-    with np.load(path, allow_pickle=False) as arrays:
+    with loaded_arrays(path) as arrays:
         facts, places = json.loads(arrays["facts"].tobytes()), arrays["places"].tolist()
     listed: list[Image | PassedOver] = []
     listed += [Image(file, name, *place) for name, place in zip(facts["names"], places, strict=True)]
