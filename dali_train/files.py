@@ -39,10 +39,11 @@ TIME_STEPS_NS = (1, 100, 1_000, 10_000_000, 1_000_000_000, 2_000_000_000)
 
 
 def write_atomically(path: Path, *contents: bytes | memoryview) -> None:
-    """Write and flush a file, of `contents` one after the other, completely, or not at all; into a device, a pipe or
-    what a link leads to, such as /dev/stdout, as it is."""
+    """Write and flush a file, of `contents` one after the other, completely, or not at all; into a device or a pipe,
+    such as /dev/stdout, as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_dir() and (path.is_symlink() or not path.is_file()):
+    is_stream = not path.is_file() or path.is_relative_to("/dev")  # where a link may lead to a file, too
+    if path.exists() and not path.is_dir() and is_stream:
         with path.open("wb") as file:
             file.writelines(contents)
         return
