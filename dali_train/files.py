@@ -42,8 +42,9 @@ def write_atomically(path: Path, *contents: bytes | memoryview) -> None:
     """Write and flush a file, of `contents` one after the other, completely, or not at all; into a device or a pipe,
     such as /dev/stdout, as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_stream = not path.is_file() or path.is_relative_to("/dev")  # where a link may lead to a file, too
-    if path.exists() and not path.is_dir() and is_stream:
+    # /dev/stdout is a link, which may lead to a file.
+    is_stream = path.is_symlink() and path.is_relative_to("/dev") and not path.is_relative_to("/dev/shm")
+    if is_stream or (path.exists() and not path.is_file() and not path.is_dir()):
         with path.open("wb") as file:
             file.writelines(contents)
         return

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.data.convert import containers
-from dali_train.data.convert.containers import Archive, Directory
+from dali_train.data.convert import archives
+from dali_train.data.convert.archives import Archive, Directory
 from dali_train.data.convert.sources import SourceError
 from tests.convert.files import tar_bytes, write_tar
 
@@ -185,7 +185,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(1 for _ in Archive(path).list()) == 2_000
     assert tracemalloc.get_traced_memory()[1] < 300_000
     tracemalloc.stop()
-    monkeypatch.setattr(containers, "_MAX_UNPACKED_BYTES", 5_000_000)
+    monkeypatch.setattr(archives, "_MAX_UNPACKED_BYTES", 5_000_000)
     path.write_bytes(gzip.compress(bytes(50_000_000)))
     with pytest.raises(SourceError, match="over 5,000,000 bytes when unpacked: gunzip it first"):
         Archive(path)

@@ -67,7 +67,7 @@ from dali_train.config import (  # noqa: E402
     load_config,
 )
 from dali_train.config.check import from_json  # noqa: E402
-from dali_train.data.convert.containers import Archive  # noqa: E402
+from dali_train.data.convert.archives import Archive  # noqa: E402
 from dali_train.data.convert.sources import SourceError  # noqa: E402
 from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.index import Split  # noqa: E402

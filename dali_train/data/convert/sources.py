@@ -2,7 +2,7 @@
 
 A converter gives each split as `Images` of a `Source`. Those of files are `ImageFiles`, whatever the files are; a new
 format needs a function that yields an `Image` for each of its images, and, where these are not plain ranges of bytes,
-a function that reads one. Directories and archives are in containers.py.
+a function that reads one. Directories and archives are in archives.py.
 
 A listing yields a `PassedOver` for what it does not take for an image; `Images` counts and shows them, for all formats.
 """

@@ -23,10 +23,10 @@ from typing import Any
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.arguments import refuse_numbers
 from dali_train.config.command_line import config_with, read_overrides
+from dali_train.data.convert.archives import folders_in
 from dali_train.data.convert.datasets import images_root, in_place
 from dali_train.data.dataset.index import Split, read_manifest
 from dali_train.data.dataset.manifest import CONTENT, Manifest, split_folders_among, splits_of_words
-from dali_train.data.dataset.passed_over import is_hidden
 from dali_train.errors import ConfigError, NoDatasetError
 from dali_train.extras.formats.tables import has_validation
 from dali_train.files import ForeignFileError, read_json, sha256, write_atomically
@@ -295,9 +295,7 @@ def _has_validation(source: Path) -> bool:
     """Return whether the source has a validation split of its own: by the names of folders, or in a table's column."""
     if not source.is_dir():
         return in_place(source) == "table" and has_validation(source)
-    folders = split_folders_among(
-        [path.name for path in images_root(source).iterdir() if path.is_dir() and not is_hidden(path.name)]
-    )
+    folders = split_folders_among(folders_in(images_root(source)))
     return "validation" in splits_of_words([*folders.values()]).values()
 
 

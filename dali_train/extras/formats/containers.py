@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
-from dali_train.data.convert.containers import Archive
+from dali_train.data.convert.archives import Archive
 from dali_train.data.convert.sources import Image, SourceError, Sources, printable_name
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.packed_files import how_packed

@@ -9,14 +9,14 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from dali_train.data.convert.containers import Directory
+from dali_train.data.convert.archives import Directory, folders_in
 from dali_train.data.convert.datasets import KAGGLES_IMAGENET, images_root
 from dali_train.data.convert.sources import Image, SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
-from dali_train.data.dataset.passed_over import is_hidden
 
 _MOST_FOLDERS = 20  # that are looked into, beside the table and in those
+_ABSOLUTE = re.compile(r"/|[A-Za-z]:[\\/]|\\\\")  # also Windows' paths
 _SUFFIXES = ("", *sorted(IMAGE_SUFFIXES), *(suffix.upper() for suffix in sorted(IMAGE_SUFFIXES)))
 
 
@@ -26,7 +26,7 @@ class ImageFinder:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._last = ""  # suffix that was missing in the name before
-        self._dropped = 1  # parts of the path before that were another machine's
+        self._dropped = 0  # parts at the beginning of absolute paths that are another machine's
 
     def find(self, name: str, where: str, word: SplitWord | None = None) -> tuple[str, int]:
         """Return the path of a file below the directory, and its size in bytes.
@@ -42,7 +42,8 @@ class ImageFinder:
             SourceError: there is no such file, there are several, or it lies elsewhere.
         """
         below = self._below(name, where)
-        found = self._there(below)
+        # Once all files are listed, a look there is quicker than one for each suffix in each folder.
+        found = (self._spelt_otherwise(below) if "_spellings" in self.__dict__ else {}) or self._there(below)
         if len(found) > 1 and word is not None:
             of_split = {path: size for path, size in found.items() if split_word(path[: -len(below)]) == word}
             found = of_split or found
@@ -60,23 +61,25 @@ class ImageFinder:
         return next(iter(found.items()))
 
     def has(self, name: str) -> bool:
-        """Return whether a name is that of an image."""
+        """Return whether a name is that of an image, as it is spelt."""
         try:
-            self.find(name, "")
+            return bool(self._there(self._below(name, "")))
         except SourceError:
             return False
-        return True
 
     def _below(self, name: str, where: str) -> str:
-        if name and name[0] not in "./" and not any(part in name for part in ("\\", "..", "//")):
+        if name and name[0] not in "./" and not any(part in name for part in ("\\", "..", "//", ":/")):
             return name  # nearly always, and pathlib takes longer than all else
         path = PurePosixPath(name)
         if "\\" in name and not (self._directory / name).exists():
             path = PurePosixPath(name.replace("\\", "/"))
         is_elsewhere = False
-        if path.is_absolute():
-            is_elsewhere = not path.is_relative_to(self._directory) and Path(path).exists()
-            path = path.relative_to(self._directory if path.is_relative_to(self._directory) else "/")
+        if path.is_relative_to(self._directory):
+            path = path.relative_to(self._directory)
+        elif _ABSOLUTE.match(name):
+            is_elsewhere = path.is_absolute() and Path(path).exists()
+            parts = str(path).lstrip("/").split("/")
+            path = PurePosixPath(*parts[min(self._dropped, len(parts) - 1) :])
         if not path.name or ".." in path.parts or is_elsewhere:
             raise SourceError(
                 f"{where}: {name!r} does not lie below {self._directory}, the table's directory: put the table above "
@@ -106,10 +109,8 @@ class ImageFinder:
 
     def _of_another_machine(self, name: str) -> dict[str, int]:
         """Return the file that the end of an absolute path names: the longest end of which there is a file."""
-        if not name.startswith("/") and not re.match(r"[A-Za-z]:[\\/]|\\\\", name):
-            return {}
-        parts = PurePosixPath(name.replace("\\", "/")).parts
-        for number in (self._dropped, *range(1, len(parts))):
+        parts = PurePosixPath(name.replace("\\", "/").lstrip("/")).parts if _ABSOLUTE.match(name) else ()
+        for number in range(len(parts)):
             found = self._there("/".join(parts[number:]))
             if len(found) == 1:
                 self._dropped = number  # likely to be the same for all
@@ -121,8 +122,8 @@ class ImageFinder:
         """The folders in the directory, and those in them, each with a slash at its end; none if there are many."""
         folders: list[str] = []
         is_kaggles = images_root(self._directory) != self._directory
-        for folder in [KAGGLES_IMAGENET] if is_kaggles else _folders_in(self._directory):
-            folders += [f"{folder}/", *(f"{folder}/{inner}/" for inner in _folders_in(self._directory / folder))]
+        for folder in [KAGGLES_IMAGENET] if is_kaggles else folders_in(self._directory):
+            folders += [f"{folder}/", *(f"{folder}/{inner}/" for inner in folders_in(self._directory / folder))]
             if len(folders) > _MOST_FOLDERS:
                 return ()
         return tuple(folders)
@@ -149,8 +150,3 @@ class ImageFinder:
 
 def _normal(path: str) -> str:
     return unicodedata.normalize("NFC", path).casefold()
-
-
-def _folders_in(directory: Path) -> list[str]:
-    with os.scandir(directory) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))

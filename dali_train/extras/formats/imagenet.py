@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from dali_train.data.convert.containers import Archive, Directory, FilesByName
+from dali_train.data.convert.archives import Archive, Directory, FilesByName
 from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out, kept_listing
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.passed_over import PassedOver

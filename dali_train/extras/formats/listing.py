@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.data.convert.containers import Archive, Directory
+from dali_train.data.convert.archives import Archive, Directory
 from dali_train.data.convert.sources import (
     Image,
     ImageFiles,

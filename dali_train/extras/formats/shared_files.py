@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dali_train.data.convert.containers import open_container
+from dali_train.data.convert.archives import open_container
 from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.extras.formats.label_sets import LabelSets

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.convert.containers import FilesByName, open_container
+from dali_train.data.convert.archives import FilesByName, open_container
 from dali_train.data.convert.sources import Images, PixelSource, SourceError, Sources
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 from dali_train.data.dataset.packed_files import GZIP, how_packed, not_a_directory

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dali_train.data.convert.containers import Directory
+from dali_train.data.convert.archives import Directory
 from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out
 from dali_train.data.dataset.manifest import (
     SplitName,
@@ -175,7 +175,7 @@ class _Reader:
             is_file=self._finder.has,
         )
         _log.warning("%s: %s", path.name, columns.described())
-        self.classes = [columns.names[number] for number in columns.classes]
+        self.classes = [*dict.fromkeys([*self.classes, *(columns.names[number] for number in columns.classes)])]
         absent = self._confidence(columns)
         num_before = len(self._images)
         for row in read.rows(columns):

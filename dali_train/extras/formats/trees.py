@@ -1,7 +1,6 @@
 """Image files in one folder per class, in a directory or a tar archive."""
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from dali_train.data.convert.containers import Container, Directory, open_container
+from dali_train.data.convert.archives import Container, Directory, folders_in, open_container
 from dali_train.data.convert.datasets import images_root
 from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out, printable_name
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
@@ -26,7 +25,7 @@ from dali_train.data.dataset.manifest import (
     split_word,
     splits_of_words,
 )
-from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver, is_hidden
+from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver
 from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared
 from dali_train.text import plural, shortened
 
@@ -107,8 +106,8 @@ def split_folders(path: Path) -> Sources:
 
 def _top_folders(container: Container) -> set[str]:
     if isinstance(container, Directory):
-        with suppress(OSError), os.scandir(container.path) as entries:  # the listing says what is wrong with it
-            return {entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir()}
+        with suppress(OSError):  # the listing says what is wrong with it
+            return {*folders_in(container.path)}
         return set()
     names = (entry.name for entry in container.walk(folders=True) if isinstance(entry, Image))
     return {name.partition("/")[0] for name in names if "/" in name}
@@ -195,7 +194,6 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
         beside = labels_beside(container.path / files.folder, word, None if train is None else train.classes)
     folders_there: dict[str, bool] = {}  # class folder -> whether something in it is passed over
     deeper: set[Parts] = set()
-    below: set[Parts] = set()
     leaves: set[Parts] = set()
 
     def images() -> Iterator[Image | PassedOver]:
@@ -225,8 +223,6 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
                 deeper.add(inside[:-1][:2])
                 if len(numbers) < 2:
                     leaves.add(inside[:-1])
-                if len(inside) > 2:
-                    below.add(inside[:2])
                 yield entry._replace(label=numbers.setdefault(inside[0], len(numbers)))
             else:
                 if len(inside) > 1 and beside is None:
@@ -237,10 +233,11 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
                 yield PassedOver(folder, EMPTY)
 
     listed = Images(ImageFiles(images, container.read), container.path)
-    if any(len(folder) < 2 for folder in deeper):
-        deeper.clear()
     if len(numbers) > 1:
         leaves.clear()
+    below = {folder for folder in deeper if len(folder) > 1}
+    if below != deeper:
+        deeper.clear()
     _warn_of_folders_below(container.path / files.folder, below, numbers)
     empty = [folder for folder in folders_there if folder not in numbers]
     return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper, leaves, beside)

@@ -1,4 +1,4 @@
-"""Containers of image files: directories, and tar archives, which `tarfile` lists and which are read in place."""
+"""Directories and tar archives of image files; `tarfile` lists the latter, and they are read in place."""
 
 import errno
 import gzip
@@ -45,6 +45,12 @@ def open_container(path: Path) -> "Container":
     return Directory(path) if os.access(path, os.F_OK) and path.is_dir() else Archive(path)
 
 
+def folders_in(directory: Path) -> list[str]:
+    """Return the names of the folders in a directory that are not hidden, sorted. Raises OSError: it cannot be read."""
+    with os.scandir(directory) as entries:
+        return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir())
+
+
 class Directory:
     """The files below a directory, in the order of their names; links are followed."""
 
@@ -89,14 +95,23 @@ class Directory:
             if stat.S_ISDIR(status.st_mode):
                 identity = status.st_dev, status.st_ino
                 if identity in above:
-                    link = next(path for path in (Path(entry.path), *Path(entry.path).parents) if path.is_symlink())
-                    raise SourceError(f"{printable_name(str(link))}: a link to a directory that it lies in: remove it")
+                    raise SourceError(self._circle(Path(entry.path)))
                 yield Image(root, f"{prefix}{entry.name}/", 0, 0)
                 yield from self._below(entry.path, f"{prefix}{entry.name}/", (*above, identity))
             elif stat.S_ISREG(status.st_mode):
                 yield Image(root, prefix + entry.name, 0, status.st_size)
             else:
                 raise SourceError(f"{location}: a device, FIFO or socket, or a link to one, not a file: remove it")
+
+    def _circle(self, again: Path) -> str:
+        """Return the message for a directory that was met on the way to it: the link to remove is above it, if it is
+        not one itself."""
+        for path in (again, *again.parents):
+            if path == self.path:
+                break
+            if path.is_symlink():
+                return f"{printable_name(str(path))}: a link to a directory that it lies in: remove it"
+        return f"{printable_name(str(again))}: a directory that it lies in, mounted there once more: unmount it"
 
     def read(self, image: Image) -> bytes:
         """Raises SourceError: it is not as it was listed."""
@@ -146,7 +161,7 @@ class Archive:
             SourceError: not a tar, truncated, or a member that is neither file nor directory, or a link to something
                 else than a file of the archive, with its name and offset.
         """
-        members = self._members(within)
+        members = self._whole if within is None else self._members(within)
         latest: dict[int, int] = {}
         replaced: set[int] = set()
         for rows in members.with_one_name():
@@ -176,6 +191,11 @@ class Archive:
                     )
                 place_of = members.offsets[content], members.sizes[content]
                 yield Image(str(self.path), name, *place_of, is_packed=self.is_gzipped)
+
+    @cached_property
+    def _whole(self) -> "_Members":
+        """The archive's own members: class folders are listed more than once, and a million headers take minutes."""
+        return self._members(None)
 
     def _members(self, within: Image | None) -> "_Members":
         # Headers lie far apart: reading ahead of each would read the entire archive. Several archives within it may be
