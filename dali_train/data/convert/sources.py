@@ -49,12 +49,13 @@ _LOADING = threading.Lock()
 @contextmanager
 def loaded_arrays(path: Path) -> Iterator[Any]:
     """Open a file of arrays, one thread at a time: NumPy has Python's parser read their headers, which in CPython 3.11
-    sometimes fails with a SystemError if several threads use it (its issue 106905).
+    sometimes fails with a SystemError if several threads use it (its issue 106905). None waits for another's disk.
 
     Raises:
         One of `UNREADABLE_ARRAYS`: also for reading one of the arrays.
     """
-    with _LOADING, np.load(path, allow_pickle=False) as arrays:
+    content = io.BytesIO(path.read_bytes())
+    with _LOADING, np.load(content, allow_pickle=False) as arrays:
         yield arrays
 
 
