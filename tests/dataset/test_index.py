@@ -61,6 +61,39 @@ def test_indexes_what_another_writer_wrote(tmp_path: Path) -> None:
     assert not stored_image(MappedFiles(split), 0).flags.writeable
 
 
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        (["cat", "dog", "cat", "dog"], ("cat", "dog")),
+        (["a cat", "dog", "this cat", "dog"], ("class 0", "class 1")),  # captions
+        (["crane", "crane", "crane", "crane"], ("class 0", "class 1")),  # the bird and the machine
+        (["cat", None, "cat", None], ("class 0", "class 1")),
+    ],
+)
+def test_names_in_words(tmp_path: Path, texts: list[str | None], names: tuple[str, ...]) -> None:
+    """Where there are no synsets; in two shards."""
+    for first in (0, 2):
+        records = [
+            example(
+                number,
+                image__class__label=(number % 2, "int"),
+                image__class__synset=None,
+                image__class__text=None if (text := texts[number]) is None else (text.encode(), "byte"),
+            )
+            for number in (first, first + 1)
+        ]
+        write_records(tmp_path / "train" / f"{first}.tfrecord", records)
+    assert build_index(tmp_path, label_base=0).class_names == names
+
+
+def test_shards_that_number_classes_differently(tmp_path: Path) -> None:
+    write_records(tmp_path / "train" / "1.tfrecord", [example(0)])
+    other = example(0, image__class__synset=(b"n00000009", "byte"))
+    write_records(tmp_path / "validation" / "1.tfrecord", [other])
+    with pytest.raises(TFRecordError, match="label 1 belongs to n00000009 here and to n00000000 in another shard"):
+        build_index(tmp_path)
+
+
 def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
     contents = [encoded(photograph(n, 20, 30), kind) for n, kind in enumerate(("PNG", "BMP", "WEBP", "JPEG"))]
     write_shard(tmp_path / "validation" / "whatever.tfrecord", [(content, 0) for content in contents])

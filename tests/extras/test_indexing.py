@@ -486,6 +486,9 @@ def test_what_cannot_be_indexed_in_place(
     with zipfile.ZipFile(other / "photos.zip", "w") as photos:
         photos.writestr("ant/1.jpg", b"")
     (tmp_path / "nothing").mkdir()
+    nameless = tmp_path / "nameless" / "train" / "ant" / "1"
+    nameless.parent.mkdir(parents=True)
+    nameless.write_bytes(small_photograph(1))
     out = ("--out", tmp_path / "out")
     for words, message in (
         ((forms / "folder",), "its images are read in place (folder): name a directory for the index with --out"),
@@ -506,6 +509,7 @@ def test_what_cannot_be_indexed_in_place(
         ((f"{in_bucket}/images", *out), "holds single images, and a request for each would be slow"),
         ((other, *out), "photos.zip is a zip archive: unpack it: `unzip "),
         ((tmp_path / "nothing", *out), "nothing in the directory looks like a dataset"),
+        ((tmp_path / "nameless", *out), "train/ant/1 is an image, and its name does not say so: add .jpg"),
     ):
         data("index", *words, status=2)
         assert message in capsys.readouterr().err

@@ -516,6 +516,21 @@ FOLDERS: dict[str, tuple[list[str], dict[str, str], Labels | str]] = {
         {"labels.csv": ANSWERS},
         "may be an image of either split",
     ),
+    "a column for each class": (
+        [*TRAIN, *FLAT],
+        {"val/_classes.csv": "filename, cat, dog\n0.jpg, 1, 0\n1.jpg, 0, 1\n2.jpg, 1, 0\n"},
+        RIGHT,
+    ),
+    "several of these": (
+        [*TRAIN, *FLAT],
+        {"val/_classes.csv": "filename, cat, dog\n0.jpg, 1, 1\n1.jpg, 0, 1\n2.jpg, 1, 0\n"},
+        "an image outside of a class folder",
+    ),
+    "numbers that are no classes": (
+        [*TRAIN, *FLAT],
+        {"val/boxes.csv": "filename,left,top\n0.jpg,0,1\n1.jpg,3,1\n2.jpg,5,0\n"},
+        "an image outside of a class folder",
+    ),
     "class folders and a table": (
         [*TRAIN, "val/cat/0.jpg", "val/dog/1.jpg"],
         {"val.csv": ANSWERS},
@@ -538,3 +553,11 @@ def test_labels_beside_the_images_of_a_split(
     assert status == 0, printed
     assert labels(tmp_path / "index", "validation") == answer
     assert ("labels of 3 images from" in caplog.text) == ("class folders" not in case)
+
+
+def test_two_tables_of_the_validation_split_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = {f"{name}.csv": f"file,label\n{name}.jpg,cat\n" for name in ("train", "val", "valid")}
+    put(tmp_path, ["train.jpg", "val.jpg", "valid.jpg"], tables)
+    words = ["data", "index", str(tmp_path / "train.csv"), "--out", str(tmp_path / "index")]
+    assert cli.main(words) == 2
+    assert "val.csv and valid.csv beside it may both have the validation images: move one" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _MOST_ENTRIES = 2000  # of a directory that are looked at
 _MOST_OPENED = 100  # of these
+_HEADER_BYTES = 1 << 16  # of an image, in which its size is
 _TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
 
 STATE_DIRECTORY = ".conversion"
@@ -352,10 +354,12 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`, or "
             f"`dali-train data index {root} --out INDEX` to leave them where they are"
         )
-    for name in [*names, *(f"{folder}/{name}" for folder in below for name in below[folder][:5])][:_MOST_OPENED]:
+    for name in _some_files(root, names, below):
         if packed := how_packed(root / name):
             as_it_is = f"; if it holds CLASS/name.jpg, `dali-train data convert folder --train {root}/{name}` reads it"
             return f"{name} {packed}{as_it_is if name.endswith(('.tar.gz', '.tgz')) else ''}"
+        if _is_nameless_image(root / name):
+            return f"{name} is an image, and its name does not say so: add .jpg, or what it is, to all such names"
     remedy = (
         "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted"
     )
@@ -415,6 +419,24 @@ def _look(root: Path) -> tuple[list[str], dict[str, list[str]]]:
     """Return the names in a directory, and those in the directories there."""
     names = _names(root)
     return names, {name: _names(root / name) for name in names[:50] if (root / name).is_dir()}
+
+
+def _some_files(root: Path, names: Sequence[str], below: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return files of `_look` and one level below it, `_MOST_OPENED` at most."""
+    inner = [f"{folder}/{name}" for folder in below for name in below[folder][:5]]
+    innermost = [f"{folder}/{name}" for folder in inner for name in _names(root / folder)[:5]]
+    return [*names, *inner, *innermost][:_MOST_OPENED]
+
+
+def _is_nameless_image(path: Path) -> bool:
+    """Return whether a file without a suffix begins as an image does."""
+    from dali_train.data.dataset.image_file import BadImageError, image_size
+
+    if path.suffix or not path.is_file():
+        return False
+    with suppress(BadImageError, OSError), path.open("rb") as file:
+        return bool(image_size(file.read(_HEADER_BYTES)))
+    return False
 
 
 def _has_tfrecords(names: Sequence[str], below: Mapping[str, Sequence[str]]) -> bool:

@@ -59,6 +59,7 @@ class IndexedShard:
     rows: NDArray[np.void]  # INDEX_DTYPE, (N,)
     labels: NDArray[np.int64]  # (N,)
     synsets: dict[int, str]  # label as in the file -> image/class/synset
+    texts: dict[int, str]  # label as in the file -> image/class/text, "" if images of one label have different ones
     checksums: NDArray[np.uint32] | None  # CRC32C of each image's bytes, (N,); None: they were not read
     record_offsets: NDArray[np.uint64]  # (N + 1,): where each record begins, framing included, and the file's end
     encoding: Encoding
@@ -78,11 +79,11 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
         TFRecordError: anything in the file that is not a complete, labelled image, with its location.
     """
     rows, labels, checksums, offsets = [], [], [], []
-    synsets: dict[int, str] = {}
+    synsets, texts = dict[int, str](), dict[int, str]()
     encodings: set[Encoding] = set()
     content = memoryview(map_file(path))
     for record in walk_records(content, path, check_payload=check_crc):
-        row, label, synset, encoding = index_record(content, record, path, features)
+        row, label, synset, text, encoding = index_record(content, record, path, features)
         rows.append(row)
         labels.append(label)
         if check_crc:
@@ -98,6 +99,8 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
             raise TFRecordError(
                 path, record.header, f"label {label} belongs to {synsets[label]} before and to {synset} here"
             )
+        if texts.setdefault(label, text) != text:
+            texts[label] = ""
     if not rows:
         raise TFRecordError(path, 0, "no record: the file is empty; delete it if it does not belong to the dataset")
     return IndexedShard(
@@ -110,6 +113,7 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
         rows=np.array(rows, dtype=INDEX_DTYPE),
         labels=np.array(labels, dtype=np.int64),
         synsets=synsets,
+        texts=texts,
         checksums=np.array(checksums, dtype=np.uint32) if check_crc else None,
         record_offsets=np.array([*offsets, len(content)], dtype=np.uint64),
         encoding=encoding,
@@ -118,8 +122,9 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
 
 def index_record(
     content: memoryview, record: RecordSpan, path: Path, names: Features = DEFAULT_FEATURES
-) -> tuple[tuple[int, ...], int, str | None, Encoding]:
-    """Return the record's row of the index, still without shard and class, its label, its synset and its encoding.
+) -> tuple[tuple[int, ...], int, str | None, str, Encoding]:
+    """Return the record's row of the index, still without shard and class, its label, its synset, its class's name in
+    words and its encoding.
 
     Raises:
         TFRecordError: not a complete, labelled image that training can decode, as far as its header shows.
@@ -140,8 +145,8 @@ def index_record(
             height, width = image_size(content[start:end])
     except BadImageError as error:
         raise TFRecordError(path, record.header, f"{names.image} {error}") from error
-    synset = _text(content, features.get("image/class/synset")) or None
-    return (start, end - start, 0, 0, height, width), label, synset, encoding
+    synset, text = (_text(content, features.get(f"image/class/{name}")) for name in ("synset", "text"))
+    return (start, end - start, 0, 0, height, width), label, synset or None, text or "", encoding
 
 
 def _text(content: memoryview, feature: Feature | None) -> str | None:

@@ -253,7 +253,7 @@ def _leaf_of_images(path: Path, file: Any, image: str) -> str:
         return leaf
     paths = kind.field("path").type if types.is_struct(kind) and kind.get_field_index("path") >= 0 else kind
     if any(is_kind(paths) for is_kind in (types.is_string, types.is_large_string, types.is_string_view)):
-        raise SourceError(f"{path}: column {image} is {kind}, which may hold {_ONLY_PATHS}")
+        raise SourceError(f"{path}: column {image} is {kind}, which may hold base64 text, or {_ONLY_PATHS}")
     raise SourceError(f"{path}: column {image} is {kind}: name one of image files (binary) with --image-key")
 
 

@@ -6,7 +6,7 @@ Such are Tiny ImageNet's ``val/val_annotations.txt``, Kaggle's ``LOC_val_solutio
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -17,7 +17,7 @@ from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
 from dali_train.data.dataset.passed_over import is_hidden
-from dali_train.extras.formats.table_reader import Table, find_columns, label_in, split_in
+from dali_train.extras.formats.table_reader import Columns, Table, classes_in, find_columns, label_in, split_in
 from dali_train.text import plural
 
 _log = logging.getLogger(__name__)
@@ -133,6 +133,18 @@ def _tables_in(place: Path, word: SplitWord | None) -> list[Path]:
     return tables[:_MOST_TABLES]
 
 
+def _columns(table: Table, is_file: Callable[[str], bool]) -> Columns:
+    """Return the columns; without one of labels, each class is one, as Roboflow's ``_classes.csv`` has them. Raises
+    SourceError: there are no such columns."""
+    try:
+        return find_columns(table, is_file=is_file)
+    except SourceError:
+        columns = find_columns(table, is_file=is_file, multi_hot=True)
+    if len(columns.classes) < 2:
+        raise SourceError(f"{table.path}: has neither a column of labels nor one for each class")
+    return columns
+
+
 def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | None) -> LabelsBeside | None:
     """Return the labels that a table has of images by these names in a folder; None if it has none of them."""
     stems = {PurePosixPath(name).stem: name for name in names}
@@ -147,13 +159,13 @@ def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | No
     by_name: dict[str, str] = {}
     try:
         table = Table.open(path)
-        columns = find_columns(table, is_file=lambda cell: named(cell) is not None)
+        columns = _columns(table, lambda cell: named(cell) is not None)
         for row in table.rows(columns):
             name = named(row.cells[columns.image].strip())
-            label = label_in(row, columns)
-            if name is None or not label or split_in(row, columns) not in (None, word):
+            labels = [label_in(row, columns)] if columns.label is not None else classes_in(row, columns)
+            if name is None or not any(labels) or split_in(row, columns) not in (None, word):
                 continue
-            if by_name.setdefault(name, label) != label:
+            if len(labels) > 1 or by_name.setdefault(name, labels[0]) != labels[0]:
                 return None  # several labels an image
     except SourceError:  # a readme, a list of classes, ...
         return None

@@ -119,13 +119,18 @@ def list_splits(
         elif (source / entry.name).name.endswith(ending):
             files.setdefault(split_word(entry.name), []).append(source / entry.name)
         elif not ending.endswith(".json"):
-            others.append(PassedOver.by_suffix(entry.name.rpartition("/")[0], entry.name))
+            others.append(PassedOver.by_suffix(entry.name.rpartition("/")[0], (source / entry.name).name))
             unread.append(source / entry.name)
     if not files:
         for path in unread[:_MOST_OPENED]:
             if packed := how_packed(path):
                 raise SourceError(f"--source {source}: has no *{ending}, and {printable_name(path.name)} {packed}")
-        raise SourceError(f"--source {source}: has no *{ending}: name the directory that holds them, or one such file")
+        there = sorted({one.reason for one in others})
+        raise SourceError(
+            f"--source {source}: has no *{ending}"
+            + (f", but files {', '.join(there[:5])}" if there else "")
+            + ": name the directory that holds them, or one such file; rename those of another suffix"
+        )
     if None in files and len(files) > 1:
         raise SourceError(
             f"{printable_name(str(files[None][0]))}: train, val or test is in the names of other files, but not in "

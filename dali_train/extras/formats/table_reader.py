@@ -158,6 +158,18 @@ def label_in(row: Row, columns: Columns) -> str:
     return text.partition(" ")[0] if columns.names[columns.label] == "PredictionString" else text
 
 
+def classes_in(row: Row, columns: Columns) -> list[str]:
+    """Return the classes of which each has a column. Raises SourceError: one of their cells does not say whether."""
+    classes = []
+    for number in columns.classes:
+        text = row.cells[number].strip()
+        if text not in ("1", "1.0", "0", "0.0", "-1", "-1.0"):
+            raise SourceError(f"{row.where}: {text!r} under a class: use 1 for the images that have it, else 0 or -1")
+        if text.startswith("1"):
+            classes.append(columns.names[number])
+    return classes
+
+
 def split_in(row: Row, columns: Columns) -> SplitWord | None:
     """Return the split that a row names; None: the table has no such column. Raises SourceError: it names none."""
     if columns.split is None:

@@ -40,7 +40,16 @@ from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
 from dali_train.extras.formats.image_finder import ImageFinder
 from dali_train.extras.formats.label_sets import LabelSets
 from dali_train.extras.formats.listing import Within, where_it_lies
-from dali_train.extras.formats.table_reader import Columns, Row, Table, find_columns, label_in, plain_name, split_in
+from dali_train.extras.formats.table_reader import (
+    Columns,
+    Row,
+    Table,
+    classes_in,
+    find_columns,
+    label_in,
+    plain_name,
+    split_in,
+)
 
 _log = logging.getLogger(__name__)
 _FEW = 10  # images, each of which may have a label of its own
@@ -66,8 +75,11 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
     reader = _Reader(options)
     reader.read(path)
     beside = _validation_beside(path)
-    if beside is not None and options.validation_fraction is None and all(row.split is None for row in reader.rows):
-        reader.read(beside, "val")
+    if beside and options.validation_fraction is None and all(row.split is None for row in reader.rows):
+        if len(beside) > 1:
+            both = " and ".join(other.name for other in beside)
+            raise SourceError(f"{path}: {both} beside it may both have the validation images: move one of them away")
+        reader.read(beside[0], "val")
     rows = _without_decimals(reader.rows)
     names, numbers = _number_labels(rows, reader.classes, options.class_names)
     if not reader.has_several and len(rows) >= _FEW and len(names) == len(rows):
@@ -97,23 +109,22 @@ def has_validation(path: Path) -> bool:
         read = Table.open(path)
         columns = find_columns(read, is_file=ImageFinder(path.parent).has)
         if columns.split is None:
-            return _validation_beside(path) is not None
+            return bool(_validation_beside(path))
         words = {split_in(row, columns) for row in read.rows(columns)}
         return "validation" in splits_of_words({word for word in words if word is not None}).values()
     return False
 
 
-def _validation_beside(path: Path) -> Path | None:
-    """Return the table of the validation images beside that of the training images, if they are called so."""
+def _validation_beside(path: Path) -> list[Path]:
+    """Return the tables beside that of the training images that are called as that of the validation images."""
     if split_word(path.stem) != "train":
-        return None
+        return []
     rest = without_split_words(path.stem)
-    beside = [
+    return [
         other
         for other in sorted(path.parent.glob(f"*{path.suffix}"))
         if split_word(other.stem) == "val" and without_split_words(other.stem) == rest
     ]
-    return beside[0] if len(beside) == 1 else None
 
 
 def _number_labels(
@@ -211,7 +222,7 @@ class _Reader:
         name = row.cells[columns.image].strip()
         file, size = self._finder.find(name, row.where, word or self._word)
         if columns.label is None:
-            labels = [columns.names[number] for number in columns.classes if _is_one(row, number)]
+            labels = classes_in(row, columns)
         else:
             labels = self._labels(label_in(row, columns), row, name)
         return _Row(file, size, [label for label in labels if label], word)
@@ -231,11 +242,3 @@ class _Reader:
         if text.startswith("{"):
             raise SourceError(f"{row.where}: {text[:60]} is an object, and no label: write its name in its place")
         return [text]
-
-
-def _is_one(row: Row, column: int) -> bool:
-    """Return whether a cell of --multi-hot says that the image has the class. Raises SourceError: it says nothing."""
-    text = row.cells[column].strip()
-    if text not in ("1", "1.0", "0", "0.0", "-1", "-1.0"):
-        raise SourceError(f"{row.where}: {text!r} under a class: use 1 for the images that have it, else 0 or -1")
-    return text.startswith("1")

@@ -92,7 +92,7 @@ def build_index(
     for split, parts in indexed.items():
         for path, part in zip(shards[split], parts, strict=True):
             _number_classes(path, part, label_base=label_base, num_classes=num_classes)
-    names = _class_names(indexed, label_base=label_base, num_classes=num_classes)
+    names = _class_names(shards, indexed, label_base=label_base, num_classes=num_classes)
     common_encoding(root, indexed)  # before anything is written
     link_shards(out, shards)
     conversion = _conversion_of(out, indexed) or _conversion_of(root, indexed)
@@ -175,13 +175,29 @@ def _number_classes(path: Path, part: IndexedShard, *, label_base: int, num_clas
     part.rows["label"] = part.labels - label_base
 
 
-def _class_names(indexed: dict[SplitName, list[IndexedShard]], *, label_base: int, num_classes: int) -> list[str]:
-    names = [f"class {number}" for number in range(num_classes)]
-    for parts in indexed.values():
-        for part in parts:
+def _class_names(
+    shards: Mapping[SplitName, Sequence[Path]],
+    indexed: Mapping[SplitName, Sequence[IndexedShard]],
+    *,
+    label_base: int,
+    num_classes: int,
+) -> list[str]:
+    """Return the synsets of the classes, else their names in words if no two have one, else their numbers. Raises
+    TFRecordError: two shards have different synsets for a label."""
+    synsets, texts = dict[int, str](), dict[int, str]()
+    for split, parts in indexed.items():
+        for path, part in zip(shards[split], parts, strict=True):
             for label, synset in part.synsets.items():
-                names[label - label_base] = synset
-    return names
+                if synsets.setdefault(label, synset) != synset:
+                    raise TFRecordError(
+                        path, 0, f"label {label} belongs to {synset} here and to {synsets[label]} in another shard"
+                    )
+            for label, text in part.texts.items():
+                if texts.setdefault(label, text) != text:
+                    texts[label] = ""
+    if not synsets and all(texts.values()) and len({*texts.values()}) == len(texts):
+        synsets = texts
+    return [synsets.get(label_base + number, f"class {number}") for number in range(num_classes)]
 
 
 # The folders of a split, or the beginnings of its files' names where all lie in one folder, are called by this.
