@@ -17,11 +17,9 @@ from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import read_manifest
 from dali_train.data.dataset.manifest import CONTENT, Manifest
 from dali_train.data.dataset.sample_recipe import (
-    CLASS_NAMES,
     changes_between,
     dataset_fields,
     in_recipe,
-    names_content,
     sample_settings,
     value_in,
 )
@@ -98,7 +96,7 @@ def check_recipe(
     Raises:
         ConfigError: the recipe differs, which is not accepted; the message names the difference.
     """
-    keep_what_it_began_with(saved, current)
+    keep_digests_of_lost_files(saved, current)
     changes = changes_between(saved, current)
     if not changes:
         return []
@@ -138,22 +136,11 @@ def keep_digests_of_lost_files(saved: dict[str, Any], current: dict[str, Any]) -
             current[name] = began_with
 
 
-def keep_what_it_began_with(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Give `current` what has no effect on a run that has begun: see `keep_digests_of_lost_files`; and model.head_scale
-    1 of a run that began when this was the default. Results of whole runs depend on the latter."""
-    keep_digests_of_lost_files(saved, current)
-    if saved.get("model.head_scale") == 1 and current["model.head_scale"] is None:
-        current["model.head_scale"] = 1.0
-
-
 def saved_recipe(values: RunValues, source: object) -> dict[str, Any]:
     """Return the recipe in the values of a checkpoint. Raises CheckpointError: `source` has none."""
     if not values.recipe:
         raise CheckpointError(f"{source}: values.recipe is missing in {MANIFEST}, so this is not a run's checkpoint")
-    saved = dict(values.recipe)
-    if CLASS_NAMES not in saved and values.class_names:
-        saved[CLASS_NAMES] = names_content(values.class_names)
-    return saved
+    return dict(values.recipe)
 
 
 def _content_of(field: str, weights: str | None) -> str | None:

@@ -42,7 +42,7 @@ from dali_train.checkpoint.format import (
 from dali_train.checkpoint.recipe import (
     check_recipe,
     is_branch,
-    keep_what_it_began_with,
+    keep_digests_of_lost_files,
     recipe,
     saved_recipe,
 )
@@ -131,7 +131,7 @@ def find_start(plan: RunPlan, group: dist.ProcessGroup | None) -> tuple[Start, P
     is_own, top1, evaluation = on_rank_0(read_evaluation, group)
     saved = saved_recipe(checkpoint.values, checkpoint.path)
     record = checkpoint.values.record
-    keep_what_it_began_with(saved, current)
+    keep_digests_of_lost_files(saved, current)
     if not is_own and is_branch(saved, current, config, step=checkpoint.step, num_images=plan.num_images):
         record = with_recipe(record, saved, current)  # these steps are also the first of a run with this recipe
     else:

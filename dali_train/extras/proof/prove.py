@@ -26,7 +26,7 @@ from dali_train.checkpoint.fingerprint import (
     weights_digest,
 )
 from dali_train.checkpoint.format import CheckpointError, load_checkpoint
-from dali_train.checkpoint.recipe import keep_what_it_began_with, recipe
+from dali_train.checkpoint.recipe import keep_digests_of_lost_files, recipe
 from dali_train.checkpoint.run_directory import RunDirectory, local_run, step_of
 from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.config import Config
@@ -74,7 +74,7 @@ def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
     split, micro_batches = samples_of(config)
     evidence = Evidence.of(run, run.config.steps(run.config.run.epochs, split.num_images))
     current = recipe(config, split.manifest)
-    keep_what_it_began_with(evidence.recipe, current)
+    keep_digests_of_lost_files(evidence.recipe, current)
     points, last = evidence.points, evidence.points[-1].step
     sums = order_sums(micro_batches, {point.step for point in points})
     # What a record has beyond the recomputed order is the same number at every step: the recipe's digest.

@@ -23,7 +23,7 @@ from dali_train.checkpoint.fingerprint import (
     weights_digest,
 )
 from dali_train.checkpoint.format import Checkpoint, CheckpointManifest, Tensors, load_checkpoint
-from dali_train.checkpoint.recipe import keep_what_it_began_with, recipe, saved_recipe
+from dali_train.checkpoint.recipe import keep_digests_of_lost_files, recipe, saved_recipe
 from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, step_of
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Start, capture_run
@@ -225,7 +225,7 @@ def check_same_recipe(recorded: Recorded, config: Config, step: int) -> None:
     """Raises ConfigError: the steps were not trained with the settings and the dataset that config.json names now."""
     current = recipe(config, read_manifest(config.data))
     for saved, whose in ((recorded.recipe, "these steps had"), (recorded.recipe_before, "the checkpoint before has")):
-        keep_what_it_began_with(saved, current)
+        keep_digests_of_lost_files(saved, current)
         if saved and (changes := changes_between(saved, current)):
             raise ConfigError(
                 f"--replay {step}: the recipe was changed during the run (run.accept_changed_recipe), and {whose} "
