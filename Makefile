@@ -21,7 +21,8 @@ quickstart: $(VENV)/.installed
 	$(RUN) -m dali_train quickstart
 
 # Tests wait for processes to start, stop or be missed: on two cores three files side by side leave them little idle.
-SIDE_BY_SIDE := -m pytest --numprocesses 3
+# After the crash of one xdist's scheduler may begin its test again for ever, or leave others out: the run ends instead.
+SIDE_BY_SIDE := -m pytest --numprocesses 3 --max-worker-restart 0
 
 test: $(VENV)/.installed
 	$(RUN) $(SIDE_BY_SIDE) -m "not thorough" -p tests.processor_time tests
