@@ -459,6 +459,17 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         False,
         "has one class folder, data, and all images in",
     ),
+    "names that look alike": (
+        ["Caf\u00e9/1.jpg", "Cafe\u0301/2.jpg"],
+        False,
+        "the classes 'Cafe\\u0301' and 'Caf\\xe9' look alike, and are not spelt alike",
+    ),
+    "names with a space at the end": (["tea/1.jpg", "tea /2.jpg"], False, "the classes 'tea' and 'tea ' look alike"),
+    "spelt otherwise in a split": (
+        ["train/Caf\u00e9/1.jpg", "train/tea/2.jpg", "val/Cafe\u0301/3.jpg", "val/tea/4.jpg"],
+        False,
+        "look alike, and are not spelt alike",
+    ),
     "classes a level deeper": (
         ["images/cat/1.jpg", "images/dog/2.jpg", "parts/parts.txt"],
         False,
@@ -521,6 +532,11 @@ FOLDERS: dict[str, tuple[list[str], dict[str, str], Labels | str]] = {
         {"val/_classes.csv": "filename, cat, dog\n0.jpg, 1, 0\n1.jpg, 0, 1\n2.jpg, 1, 0\n"},
         RIGHT,
     ),
+    "numbers and a table of the training split": (
+        [*FLAT, *(f"train/{n}.jpg" for n in range(3))],
+        {"trainLabels.csv": ANSWERS, "train/trainLabels.csv": ANSWERS},
+        "an image outside of a class folder",
+    ),
     "several of these": (
         [*TRAIN, *FLAT],
         {"val/_classes.csv": "filename, cat, dog\n0.jpg, 1, 1\n1.jpg, 0, 1\n2.jpg, 1, 0\n"},
@@ -561,3 +577,53 @@ def test_two_tables_of_the_validation_split_are_refused(tmp_path: Path, capsys: 
     words = ["data", "index", str(tmp_path / "train.csv"), "--out", str(tmp_path / "index")]
     assert cli.main(words) == 2
     assert "val.csv and valid.csv beside it may both have the validation images: move one" in capsys.readouterr().err
+
+
+PARTS = ["images_001/0.jpg", "images_001/1.jpg", "images_002/2.jpg"]
+# The images, a table beside their folders, and a part of the warning.
+BESIDE_FOLDERS = {
+    "parts of a download": (
+        PARTS,
+        "labels.csv",
+        "0.jpg,sick\n1.jpg,well\n2.jpg,sick\n",
+        "such as sick and well in images_001",
+    ),
+    "with their paths": (
+        PARTS,
+        "all.csv",
+        "".join(f"{path},{n % 2}\n" for n, path in enumerate(PARTS)),
+        "such as 0 and 1 in",
+    ),
+    "in splits": (
+        [f"{split}/{path}" for split in ("train", "val") for path in PARTS],
+        "labels.csv",
+        "".join(f"{split}/{path},{n % 2}\n" for split in ("train", "val") for n, path in enumerate(PARTS)),
+        "such as 0 and 1 in images_001",
+    ),
+    "the same labels, numbered": (PARTS, "labels.csv", "0.jpg,7\n1.jpg,7\n2.jpg,8\n", ""),
+    "a list of splits": (
+        ["images/0.jpg", "images/1.jpg"],
+        "list_eval_partition.txt",
+        "0.jpg 0\n1.jpg 1\n",
+        "all images are of one class, images",
+    ),
+    "other images": (PARTS, "labels.csv", "7.jpg,sick\n8.jpg,well\n", ""),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE_FOLDERS)
+def test_tables_beside_class_folders(case: str, tmp_path: Path, caplog: Any) -> None:
+    images, name, rows, message = BESIDE_FOLDERS[case]
+    put(tmp_path / "photos", images, {name: rows if name.endswith(".txt") else f"file,label\n{rows}"})
+    assert cli.main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / "index")]) == 0
+    assert message in caplog.text
+    assert ("has other labels than the class folders" in caplog.text) == ("such as" in message)
+
+
+def test_tables_of_other_splits_are_named(tmp_path: Path, caplog: Any) -> None:
+    tables = {f"{name}.csv": f"file,label\n{name}.jpg,cat\n" for name in ("train", "val", "test")}
+    put(tmp_path, ["train.jpg", "val.jpg", "test.jpg"], tables)
+    words = ["data", "index", str(tmp_path / "train.csv"), "--out", str(tmp_path / "index")]
+    assert cli.main(words) == 0
+    assert labels(tmp_path / "index", "validation") == {"val.jpg": "cat"}
+    assert "train.csv: beside it, and not read: test.csv" in caplog.text

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -33,8 +34,11 @@ _MAX_LABEL = (1 << 31) - 1  # labels are int32
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 SplitWord = Literal["train", "val", "test"]
+# Between letters a word begins and ends where small ones meet capitals: trainLabels, eyesTest.
 _SPLIT_WORD = re.compile(
-    r"(?<![a-z])(?:(?P<train>train(?:ing)?)|(?P<val>val(?:id(?:ation)?)?)|(?P<test>test(?:ing)?))(?![a-z])",
+    r"(?:(?<![a-z])|(?<=(?-i:[a-z]))(?=(?-i:[A-Z])))"
+    r"(?:(?P<train>train(?:ing)?)|(?P<val>val(?:id(?:ation)?)?)|(?P<test>test(?:ing)?))"
+    r"(?:(?![a-z])|(?<=(?-i:[a-z]))(?=(?-i:[A-Z])))",
     re.IGNORECASE,
 )
 ClassOrder = Literal["name", "natural"]
@@ -380,9 +384,24 @@ def order_classes(folders: Collection[str], order: ClassOrder = "name") -> list[
     Args:
         order: name: by code points, as torchvision does. natural: numbers by their value and regardless of case, as
             timm does (timm.utils.natural_key).
+
+    Raises:
+        DatasetError: see `check_spellings`.
     """
+    check_spellings(folders)
     by_name = sorted(folders)
     return sorted(by_name, key=_natural_key) if order == "natural" else by_name
+
+
+def check_spellings(classes: Collection[str]) -> None:
+    """Raises DatasetError: two of the names look alike, as é in one or two letters and as spaces at the end do."""
+    spellings: dict[str, str] = {}
+    for name in sorted(classes):
+        other = spellings.setdefault(unicodedata.normalize("NFC", name).strip(), name)
+        if other != name:
+            raise DatasetError(
+                f"the classes {other!a} and {name!a} look alike, and are not spelt alike: spell them in one way"
+            )
 
 
 def _natural_key(name: str) -> list[tuple[bool, int, str]]:

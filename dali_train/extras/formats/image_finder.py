@@ -56,16 +56,21 @@ class ImageFinder:
         if not found:
             looked = f" (nor in {', '.join(self._folders[:5])})" if self._folders else ""
             raise SourceError(
-                f"{where}: there is no file {below} in {self._directory}{looked}: restore it, or leave the row out"
+                f"{where}: there is no file {below} in {self._directory}{looked}: restore it, or leave the row out; if "
+                "the images are elsewhere, put the table into the directory that holds them"
             )
         return next(iter(found.items()))
 
+    def look(self, name: str) -> list[str]:
+        """Return the paths below the directory of what a name may mean, as it is spelt."""
+        try:
+            return [*self._there(self._below(name, ""))]
+        except SourceError:
+            return []
+
     def has(self, name: str) -> bool:
         """Return whether a name is that of an image, as it is spelt."""
-        try:
-            return bool(self._there(self._below(name, "")))
-        except SourceError:
-            return False
+        return bool(self.look(name))
 
     def _below(self, name: str, where: str) -> str:
         if name and name[0] not in "./" and not any(part in name for part in ("\\", "..", "//", ":/")):

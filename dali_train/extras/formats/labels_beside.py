@@ -6,10 +6,11 @@ Such are Tiny ImageNet's ``val/val_annotations.txt``, Kaggle's ``LOC_val_solutio
 
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path, PurePosixPath
 
 from dali_train.data.convert.datasets import KAGGLES_IMAGENET, TABLE_SUFFIXES
@@ -17,12 +18,15 @@ from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
 from dali_train.data.dataset.passed_over import is_hidden
+from dali_train.extras.formats.image_finder import ImageFinder
 from dali_train.extras.formats.table_reader import Columns, Table, classes_in, find_columns, label_in, split_in
 from dali_train.text import plural
 
 _log = logging.getLogger(__name__)
 _MAX_TABLE_BYTES = 1 << 28
 _MOST_TABLES = 50  # that are tried in a directory
+_OF_SPLITS = re.compile("partition|split|fold", re.IGNORECASE)
+_MOST_ROWS, _MOST_MISSES = 1000, 20  # that are compared with class folders
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,38 @@ def refuse_shared(used: Sequence[LabelsBeside]) -> None:
             )
 
 
+def warn_of_other_labels(root: Path, split: str) -> None:
+    """Warn if a table in a directory of class folders has labels that these do not tell apart: they may be no classes,
+    but the parts of a download, as ``images_001``.
+
+    Args:
+        split: the folder of the split whose images are looked at; empty if there are no splits.
+    """
+    finder = ImageFinder(root)
+    for path in _tables_in(root, split_word(split)):
+        labels: dict[str, set[str]] = {}
+        num_misses = 0
+        with suppress(SourceError):  # it is no table of images
+            table = Table.open(path)
+            columns = _columns(table, finder.has)
+            for row in islice(table.rows(columns), _MOST_ROWS):
+                inside = [found.removeprefix(f"{split}/") for found in finder.look(row.cells[columns.image].strip())]
+                num_misses += len(inside) != 1 or "/" not in inside[0]
+                if num_misses > _MOST_MISSES:
+                    break
+                if len(inside) == 1 and columns.label is not None:
+                    labels.setdefault(inside[0].partition("/")[0], set()).add(label_in(row, columns))
+        folder = next((folder for folder, its_labels in labels.items() if len(its_labels) > 1), None)
+        if folder is not None:
+            _log.warning(
+                "%s: has other labels than the class folders, such as %s in %s: if they are the right ones, name the "
+                "table instead of the directory",
+                path,
+                " and ".join(sorted(labels[folder])[:2]),
+                folder,
+            )
+
+
 def _images_in_one_folder(directory: Path) -> tuple[Path, set[str]]:
     """Return the folder that all images of a directory lie in, itself or the only one in it, and their names; no names
     if there is none."""
@@ -137,10 +173,11 @@ def _columns(table: Table, is_file: Callable[[str], bool]) -> Columns:
     """Return the columns; without one of labels, each class is one, as Roboflow's ``_classes.csv`` has them. Raises
     SourceError: there are no such columns."""
     try:
-        return find_columns(table, is_file=is_file)
+        columns = find_columns(table, is_file=is_file)
     except SourceError:
         columns = find_columns(table, is_file=is_file, multi_hot=True)
-    if len(columns.classes) < 2:
+    has_splits = not columns.has_heading and _OF_SPLITS.search(table.path.stem)  # CelebA's list_eval_partition.txt
+    if has_splits or (columns.label is None and len(columns.classes) < 2):
         raise SourceError(f"{table.path}: has neither a column of labels nor one for each class")
     return columns
 
@@ -166,7 +203,13 @@ def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | No
             if name is None or not any(labels) or split_in(row, columns) not in (None, word):
                 continue
             if len(labels) > 1 or by_name.setdefault(name, labels[0]) != labels[0]:
-                return None  # several labels an image
+                _log.warning(
+                    "%s: not used, since it has several labels for %s: for several labels an image name one table of "
+                    "all images, with a column split, and --multi-hot or --label-separator",
+                    path,
+                    name,
+                )
+                return None
     except SourceError:  # a readme, a list of classes, ...
         return None
     return LabelsBeside(path, by_name, columns.described()) if by_name else None

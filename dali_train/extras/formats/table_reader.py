@@ -311,7 +311,7 @@ def _json_lines(path: Path, encoding: str) -> Objects:
 def _json_objects(path: Path) -> Objects:
     content = json.loads(read_limited(path, _MAX_JSON_BYTES))
     if isinstance(content, dict) and "images" in content:
-        content = _of_coco(content)
+        content = _of_coco(content) if "annotations" in content else content["images"]
     elif isinstance(content, dict):
         content = content.get("labels", content)  # of StyleGAN's dataset.json
         pairs = content.items() if isinstance(content, dict) else content

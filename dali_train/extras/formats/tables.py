@@ -74,12 +74,16 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
         raise SourceError("--label-separator with --multi-hot, whose columns are the classes: use one of them")
     reader = _Reader(options)
     reader.read(path)
-    beside = _validation_beside(path)
-    if beside and options.validation_fraction is None and all(row.split is None for row in reader.rows):
-        if len(beside) > 1:
-            both = " and ".join(other.name for other in beside)
+    beside = _of_other_splits(path)
+    validation = [other for other in beside if split_word(other.stem) == "val"]
+    if validation and options.validation_fraction is None and all(row.split is None for row in reader.rows):
+        if len(validation) > 1:
+            both = " and ".join(other.name for other in validation)
             raise SourceError(f"{path}: {both} beside it may both have the validation images: move one of them away")
-        reader.read(beside[0], "val")
+        reader.read(validation[0], "val")
+        beside.remove(validation[0])
+    if beside:
+        _log.warning("%s: beside it, and not read: %s", path.name, ", ".join(other.name for other in beside))
     rows = _without_decimals(reader.rows)
     names, numbers = _number_labels(rows, reader.classes, options.class_names)
     if not reader.has_several and len(rows) >= _FEW and len(names) == len(rows):
@@ -109,21 +113,21 @@ def has_validation(path: Path) -> bool:
         read = Table.open(path)
         columns = find_columns(read, is_file=ImageFinder(path.parent).has)
         if columns.split is None:
-            return bool(_validation_beside(path))
+            return any(split_word(other.stem) == "val" for other in _of_other_splits(path))
         words = {split_in(row, columns) for row in read.rows(columns)}
         return "validation" in splits_of_words({word for word in words if word is not None}).values()
     return False
 
 
-def _validation_beside(path: Path) -> list[Path]:
-    """Return the tables beside that of the training images that are called as that of the validation images."""
+def _of_other_splits(path: Path) -> list[Path]:
+    """Return the tables beside that of the training images that are called as those of other splits."""
     if split_word(path.stem) != "train":
         return []
     rest = without_split_words(path.stem)
     return [
         other
         for other in sorted(path.parent.glob(f"*{path.suffix}"))
-        if split_word(other.stem) == "val" and without_split_words(other.stem) == rest
+        if split_word(other.stem) in ("val", "test") and without_split_words(other.stem) == rest
     ]
 
 

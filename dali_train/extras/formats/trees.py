@@ -17,6 +17,7 @@ from dali_train.data.dataset.manifest import (
     ClassOrder,
     SplitName,
     SplitWord,
+    check_spellings,
     number_classes,
     order_classes,
     read_class_names,
@@ -26,7 +27,7 @@ from dali_train.data.dataset.manifest import (
     splits_of_words,
 )
 from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver
-from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared
+from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared, warn_of_other_labels
 from dali_train.text import plural, shortened
 
 _log = logging.getLogger(__name__)
@@ -239,6 +240,8 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
     if below != deeper:
         deeper.clear()
     _warn_of_folders_below(container.path / files.folder, below, numbers)
+    if isinstance(container, Directory) and beside is None and files.is_first:
+        warn_of_other_labels(container.path, files.folder)
     empty = [folder for folder in folders_there if folder not in numbers]
     return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper, leaves, beside)
 
@@ -347,6 +350,7 @@ def _with_common_labels(
             raise SourceError(
                 f"the {split} split has no images: expected files such as CLASS/name.jpg in {listing.path}{there}"
             )
+        check_spellings({*listing.classes, *folders_there})
         unknown = sorted(set(listing.classes) - set(folders_there))
         if unknown:
             raise SourceError(
