@@ -154,9 +154,9 @@ def test_splits_by_the_names_of_files(tmp_path: Path, caplog: pytest.LogCaptureF
     def splits() -> dict[str, int]:
         return {split: len(source.labels) for split, source in load("webdataset", tmp_path)[0].items()}
 
-    write_tar(tmp_path / "shard.tar", SAMPLE)
+    write_tar(tmp_path / "shard.TAR", SAMPLE)
     assert splits() == {"train": 1}
-    (tmp_path / "shard.tar").rename(tmp_path / "latest-contrasts-0.tar")  # neither "test" nor "train" is a word of it
+    (tmp_path / "shard.TAR").rename(tmp_path / "latest-contrasts-0.tar")  # neither "test" nor "train" is a word of it
     assert splits() == {"train": 1}
     (tmp_path / "latest-contrasts-0.tar").rename(tmp_path / "train_0.tar")
     for name in ("Testing", "test-archives/validation"):
@@ -176,6 +176,9 @@ def test_broken_files(tmp_path: Path) -> None:
 
     assert f"--source {tmp_path}/none: does not exist: name a directory of *.tar" in error(tmp_path / "none")
     assert f"--source {tmp_path}: has no *.tar: name the directory" in error()
+    (tmp_path / "0.arrow").touch()
+    assert "has no *.tar, but files .arrow: name the directory that holds them, or one such file" in error()
+    (tmp_path / "0.arrow").unlink()
     tar = write_tar(tmp_path / "train-0.tar", SAMPLE)
     for path in (tmp_path / "a", tar):
         assert f"--class-names {path}: cannot be read" in error(class_names=path)
@@ -208,6 +211,9 @@ def test_broken_files(tmp_path: Path) -> None:
         ([SAMPLE[0], ("a/1.cls", b"9" * 5000)], None, ":a/1.cls", "9...: labels are"),
         ([SAMPLE[0], ("a/1.cls", b"\xff\0")], None, ":a/1.cls", "labels are whole numbers from 0 to 999,999"),
         ([SAMPLE[0], ("a/1.cls", b"3")], None, ":a/1.jpg", "its label is 3, and there are 3 class names"),
+        ([SAMPLE[0], ("a/1.cls", b"[0, 0, 1]")], None, ":a/1.cls", "a vector with a number for each class, and"),
+        ([SAMPLE[0], ("a/1.json", b'{"y": [0, 1, 1]}')], "y", ":a/1.json", "[0, 1, 1], in which class 1 is twice: it"),
+        ([SAMPLE[0], ("a/1.cls", b"[2, 5, 2]")], None, ":a/1.cls", "[2, 5, 2], in which class 2 is twice: write each"),
         ([SAMPLE[0], ("a/1.json", b'{"y": 1}')], "label", ":a/1.json", "has no field label: name another with"),
         ([SAMPLE[0], ("a/1.json", b"[" * 99_999)], "label", ":a/1.json", "has no field label"),
         ([SAMPLE[0], ("a/1.json", b'{"y": true}')], "y", ":a/1.json", "its label is True: labels are"),
@@ -270,6 +276,14 @@ def test_broken_samples_of_a_webdataset(
             ":row 1",
             "its label is None: labels are whole numbers from 0",
             id="no label",
+        ),
+        pytest.param(
+            table([0, 1], labels=[[2], [0, 0, 1]]),
+            {},
+            ":row 1",
+            "its label is [0, 0, 1], in which class 0 is twice: it looks like a vector with a number for each class, "
+            "and the numbers of the classes that the image has are wanted: write [2] instead",
+            id="a vector with a number for each class",
         ),
         pytest.param(
             table([0], labels=[1 << 40]),

@@ -112,9 +112,14 @@ def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
             "feature image/encoded is missing; the record has image/class/label, image/class/synset",
         ),
         ({"image__class__label": None}, "feature image/class/label is missing"),
-        ({"image__class__label": (0.5, "float")}, "feature image/class/label is a list of float, expected int64"),
+        (
+            {"image__class__label": (0.5, "float")},
+            "feature image/class/label is a list of float, expected int64: write the class's number (its name goes "
+            "into image/class/text) as int64",
+        ),
+        ({"image__class__label": (b"cat", "byte")}, "is a list of bytes, expected int64: write the class's number"),
         ({"image__class__label": ([1, 2], "int")}, "feature image/class/label has 2 values, expected 1"),
-        ({"image__encoded": (3, "int")}, "feature image/encoded is a list of int64, expected bytes"),
+        ({"image__encoded": (3, "int")}, "feature image/encoded is a list of int64, expected bytes: write the"),
         (
             {"image__encoded": (b"hello", "byte")},
             "image/encoded is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins "

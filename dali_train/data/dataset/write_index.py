@@ -49,6 +49,7 @@ class Features:
 
 
 DEFAULT_FEATURES = Features()
+_CLASS = "the class's number (its name goes into image/class/text)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +131,8 @@ def index_record(
         TFRecordError: not a complete, labelled image that training can decode, as far as its header shows.
     """
     features = parse_example(content, record, path)
-    ((start, end),) = _single(features, names.image, "bytes", path, record).spans
-    (label,) = _single(features, names.label, "int64", path, record).integers
+    ((start, end),) = _single(features, names.image, "bytes", path, record, "the image file").spans
+    (label,) = _single(features, names.label, "int64", path, record, _CLASS).integers
     encoding: Encoding = "raw" if _text(content, features.get("image/format")) == "RAW" else "image"
     try:
         if encoding == "raw":
@@ -156,14 +157,18 @@ def _text(content: memoryview, feature: Feature | None) -> str | None:
     return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
 
 
-def _single(features: dict[str, Feature], name: str, kind: str, path: Path, record: RecordSpan) -> Feature:
+def _single(
+    features: dict[str, Feature], name: str, kind: str, path: Path, record: RecordSpan, what: str = "the number"
+) -> Feature:
     feature = features.get(name)
     if feature is None:
         raise TFRecordError(
             path, record.header, f"feature {name} is missing; the record has {', '.join(sorted(features)) or 'none'}"
         )
     if feature.kind != kind:
-        raise TFRecordError(path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}")
+        raise TFRecordError(
+            path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}: write {what} as {kind}"
+        )
     count = len(feature.spans) + len(feature.integers)
     if count != 1:
         raise TFRecordError(path, record.header, f"feature {name} has {count} values, expected 1")

@@ -153,7 +153,7 @@ def _label(archive: Archive, file: Image, label_key: str | None, sets: LabelSets
         if label_key is not None:
             wrong = f"has no field {label_key}: name another with --label-key"
         raise SourceError(f"{location}: {wrong}") from None
-    return sets.label(label, location)
+    return sets.stored_label(label, location)
 
 
 # Parquet
@@ -218,7 +218,7 @@ def _row_groups(
             "--label-key, or write the classes as numbers from 0 and name them with --class-names"
         )
     labels = [
-        sets.label(value, f"{path}:row {row}")
+        sets.stored_label(value, f"{path}:row {row}")
         for row, value in enumerate(file.read(columns=[label], use_threads=False)[label].to_pylist())
     ]
     chunks = [*_chunks(file, leaf)]
@@ -472,7 +472,7 @@ def _samples(
             label = _in_json(content[at : at + sizes[columns.label]], location)
         else:
             (label,) = struct.unpack_from(columns.label_format, content, at)
-        yield begins_of[columns.image], sizes[columns.image], columns.sets.label(label, location)
+        yield begins_of[columns.image], sizes[columns.image], columns.sets.stored_label(label, location)
 
 
 def _in_json(content: bytes, location: str) -> object:

@@ -116,7 +116,7 @@ def list_splits(
     for entry in Directory(source).walk() if source.is_dir() else [Image("", "", 0, 0)]:
         if isinstance(entry, PassedOver):
             others.append(entry)
-        elif (source / entry.name).name.endswith(ending):
+        elif (source / entry.name).name.lower().endswith(ending):
             files.setdefault(split_word(entry.name), []).append(source / entry.name)
         elif not ending.endswith(".json"):
             others.append(PassedOver.by_suffix(entry.name.rpartition("/")[0], (source / entry.name).name))
@@ -129,7 +129,7 @@ def list_splits(
         raise SourceError(
             f"--source {source}: has no *{ending}"
             + (f", but files {', '.join(there[:5])}" if there else "")
-            + ": name the directory that holds them, or one such file; rename those of another suffix"
+            + ": name the directory that holds them, or one such file"
         )
     if None in files and len(files) > 1:
         raise SourceError(
