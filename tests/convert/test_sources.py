@@ -286,6 +286,20 @@ def test_broken_samples_of_a_webdataset(
             id="a vector with a number for each class",
         ),
         pytest.param(
+            table([0, 1]).append_column("Split", [["train", "test"]]),
+            {},
+            "",
+            "column Split ('test', 'train') divides the rows, and a split here is a file: write a file for each, such",
+            id="a column of splits",
+        ),
+        pytest.param(
+            table([0, 1]).append_column("is_valid", [[False, True]]),
+            {},
+            "",
+            "column is_valid (False, True) divides the rows",
+            id="a column that says what is for validation",
+        ),
+        pytest.param(
             table([0], labels=[1 << 40]),
             {},
             ":row 0",
@@ -319,6 +333,44 @@ def test_broken_parquet(tmp_path: Path, content: Any, options: Options, place: s
         path.write_bytes(path.read_bytes()[:-9] if content is None else content)
     error = error_of("parquet", tmp_path, **options)
     assert f"{path}{place}: " in error and message in error
+
+
+def test_columns_of_parquet_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are said once; what divides two files of one split is refused, too."""
+    for split in ("train", "test"):
+        more = {"split": [split] * 2, "set": [{"a": 1}, {"a": 2}], "caption": ["a", "b"]}
+        content = table([0, 1])
+        for name, values in more.items():
+            content = content.append_column(name, [values])
+        parquet.write_table(content, tmp_path / f"{split}.parquet", row_group_size=1)
+    assert {*load("parquet", tmp_path)[0]} == {"train", "validation"}
+    assert [record.getMessage() for record in caplog.records if "labels from" in record.getMessage()] == [
+        f"{tmp_path}: images from image, labels from label, not used: split, set, caption"
+    ]
+    for number, path in enumerate(sorted(tmp_path.iterdir())):
+        path.rename(tmp_path / f"{number}.parquet")
+    assert "1.parquet: column split ('test', 'train') divides the rows" in error_of("parquet", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([*NAMES], None),
+        (["n00000001", "n00000003", "n00000002"], "has n00000003 for label 1, and the files say n00000002: put its li"),
+        (["ant", "bee", "cat"], "has ant for label 0, and the files say n00000001: they are called as in names.txt"),
+        ([*NAMES, "owl"], None),
+    ],
+)
+def test_class_names_against_those_in_the_files(
+    tmp_path: Path, names: list[str], message: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    parquet.write_table(table([0, 1, 2]), tmp_path / "0.parquet")
+    (path := tmp_path / "names.txt").write_text("\n".join(names))
+    if message is not None and "put its" in message:
+        assert message in error_of("parquet", tmp_path / "0.parquet", class_names=path)
+        return
+    assert load("parquet", tmp_path / "0.parquet", class_names=path)[1] == names
+    assert (message or "") in caplog.text and ("the files say" in caplog.text) == (message is not None)
 
 
 BYTES = [small_photograph(0), small_photograph(1)]
