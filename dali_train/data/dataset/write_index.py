@@ -49,6 +49,7 @@ class Features:
 
 
 DEFAULT_FEATURES = Features()
+_MOST_TEXTS = 2  # of a label: captions differ with each image
 _CLASS = "the class's number (its name goes into image/class/text)"
 
 
@@ -60,7 +61,7 @@ class IndexedShard:
     rows: NDArray[np.void]  # INDEX_DTYPE, (N,)
     labels: NDArray[np.int64]  # (N,)
     synsets: dict[int, str]  # label as in the file -> image/class/synset
-    texts: dict[int, str]  # label as in the file -> image/class/text, "" if images of one label have different ones
+    texts: dict[int, list[str]]  # label as in the file -> its first two different image/class/text, [] without any
     checksums: NDArray[np.uint32] | None  # CRC32C of each image's bytes, (N,); None: they were not read
     record_offsets: NDArray[np.uint64]  # (N + 1,): where each record begins, framing included, and the file's end
     encoding: Encoding
@@ -80,7 +81,7 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
         TFRecordError: anything in the file that is not a complete, labelled image, with its location.
     """
     rows, labels, checksums, offsets = [], [], [], []
-    synsets, texts = dict[int, str](), dict[int, str]()
+    synsets, texts = dict[int, str](), dict[int, list[str]]()
     encodings: set[Encoding] = set()
     content = memoryview(map_file(path))
     for record in walk_records(content, path, check_payload=check_crc):
@@ -100,8 +101,9 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
             raise TFRecordError(
                 path, record.header, f"label {label} belongs to {synsets[label]} before and to {synset} here"
             )
-        if texts.setdefault(label, text) != text:
-            texts[label] = ""
+        texts_here = texts.setdefault(label, [])
+        if text and text not in texts_here and len(texts_here) < _MOST_TEXTS:
+            texts_here.append(text)
     if not rows:
         raise TFRecordError(path, 0, "no record: the file is empty; delete it if it does not belong to the dataset")
     return IndexedShard(
