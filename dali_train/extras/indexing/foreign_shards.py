@@ -204,10 +204,6 @@ def _class_names(
     return [names.get(label_base + number, f"class {number}") for number in range(num_classes)]
 
 
-Texts = Mapping[int, Mapping[str, Path]]
-"""Label -> image/class/text -> the first shard with it."""
-
-
 def _names_in_words(
     shards: Mapping[SplitName, Sequence[Path]], indexed: Mapping[SplitName, Sequence[IndexedShard]]
 ) -> Mapping[int, str]:
@@ -239,8 +235,12 @@ def _names_in_words(
     return {}
 
 
-def _contradiction(texts: Texts) -> str | None:
-    """Return, for a message, the first label with two texts, else the first text with two labels."""
+def _contradiction(texts: Mapping[int, Mapping[str, Path]]) -> str | None:
+    """Return, for a message, the first label with two texts, else the first text with two labels.
+
+    Args:
+        texts: label -> image/class/text -> the first shard with it.
+    """
     label_of: dict[str, int] = {}
     for label, here in texts.items():
         if len(here) > 1:
