@@ -154,9 +154,9 @@ def test_splits_by_the_names_of_files(tmp_path: Path, caplog: pytest.LogCaptureF
     def splits() -> dict[str, int]:
         return {split: len(source.labels) for split, source in load("webdataset", tmp_path)[0].items()}
 
-    write_tar(tmp_path / "shard.tar", SAMPLE)
+    write_tar(tmp_path / "shard.TAR", SAMPLE)
     assert splits() == {"train": 1}
-    (tmp_path / "shard.tar").rename(tmp_path / "latest-contrasts-0.tar")  # neither "test" nor "train" is a word of it
+    (tmp_path / "shard.TAR").rename(tmp_path / "latest-contrasts-0.tar")  # neither "test" nor "train" is a word of it
     assert splits() == {"train": 1}
     (tmp_path / "latest-contrasts-0.tar").rename(tmp_path / "train_0.tar")
     for name in ("Testing", "test-archives/validation"):
@@ -176,6 +176,9 @@ def test_broken_files(tmp_path: Path) -> None:
 
     assert f"--source {tmp_path}/none: does not exist: name a directory of *.tar" in error(tmp_path / "none")
     assert f"--source {tmp_path}: has no *.tar: name the directory" in error()
+    (tmp_path / "0.arrow").touch()
+    assert "has no *.tar, but files .arrow: name the directory that holds them, or one such file" in error()
+    (tmp_path / "0.arrow").unlink()
     tar = write_tar(tmp_path / "train-0.tar", SAMPLE)
     for path in (tmp_path / "a", tar):
         assert f"--class-names {path}: cannot be read" in error(class_names=path)
@@ -208,6 +211,9 @@ def test_broken_files(tmp_path: Path) -> None:
         ([SAMPLE[0], ("a/1.cls", b"9" * 5000)], None, ":a/1.cls", "9...: labels are"),
         ([SAMPLE[0], ("a/1.cls", b"\xff\0")], None, ":a/1.cls", "labels are whole numbers from 0 to 999,999"),
         ([SAMPLE[0], ("a/1.cls", b"3")], None, ":a/1.jpg", "its label is 3, and there are 3 class names"),
+        ([SAMPLE[0], ("a/1.cls", b"[0, 0, 1]")], None, ":a/1.cls", "a vector with a number for each class, and"),
+        ([SAMPLE[0], ("a/1.json", b'{"y": [0, 1, 1]}')], "y", ":a/1.json", "[0, 1, 1], in which class 1 is twice: it"),
+        ([SAMPLE[0], ("a/1.cls", b"[2, 5, 2]")], None, ":a/1.cls", "[2, 5, 2], in which class 2 is twice: write each"),
         ([SAMPLE[0], ("a/1.json", b'{"y": 1}')], "label", ":a/1.json", "has no field label: name another with"),
         ([SAMPLE[0], ("a/1.json", b"[" * 99_999)], "label", ":a/1.json", "has no field label"),
         ([SAMPLE[0], ("a/1.json", b'{"y": true}')], "y", ":a/1.json", "its label is True: labels are"),
@@ -272,6 +278,28 @@ def test_broken_samples_of_a_webdataset(
             id="no label",
         ),
         pytest.param(
+            table([0, 1], labels=[[2], [0, 0, 1]]),
+            {},
+            ":row 1",
+            "its label is [0, 0, 1], in which class 0 is twice: it looks like a vector with a number for each class, "
+            "and the numbers of the classes that the image has are wanted: write [2] instead",
+            id="a vector with a number for each class",
+        ),
+        pytest.param(
+            table([0, 1]).append_column("Split", [["train", "test"]]),
+            {},
+            "",
+            "column Split ('test', 'train') divides the rows, and a split here is a file: write a file for each, such",
+            id="a column of splits",
+        ),
+        pytest.param(
+            table([0, 1]).append_column("is_valid", [[False, True]]),
+            {},
+            "",
+            "column is_valid (False, True) divides the rows",
+            id="a column that says what is for validation",
+        ),
+        pytest.param(
             table([0], labels=[1 << 40]),
             {},
             ":row 0",
@@ -305,6 +333,44 @@ def test_broken_parquet(tmp_path: Path, content: Any, options: Options, place: s
         path.write_bytes(path.read_bytes()[:-9] if content is None else content)
     error = error_of("parquet", tmp_path, **options)
     assert f"{path}{place}: " in error and message in error
+
+
+def test_columns_of_parquet_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are said once; what divides two files of one split is refused, too."""
+    for split in ("train", "test"):
+        more = {"split": [split] * 2, "set": [{"a": 1}, {"a": 2}], "caption": ["a", "b"]}
+        content = table([0, 1])
+        for name, values in more.items():
+            content = content.append_column(name, [values])
+        parquet.write_table(content, tmp_path / f"{split}.parquet", row_group_size=1)
+    assert {*load("parquet", tmp_path)[0]} == {"train", "validation"}
+    assert [record.getMessage() for record in caplog.records if "labels from" in record.getMessage()] == [
+        f"{tmp_path}: images from image, labels from label, not used: split, set, caption"
+    ]
+    for number, path in enumerate(sorted(tmp_path.iterdir())):
+        path.rename(tmp_path / f"{number}.parquet")
+    assert "1.parquet: column split ('test', 'train') divides the rows" in error_of("parquet", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([*NAMES], None),
+        (["n00000001", "n00000003", "n00000002"], "has n00000003 for label 1, and the files say n00000002: put its li"),
+        (["ant", "bee", "cat"], "has ant for label 0, and the files say n00000001: they are called as in names.txt"),
+        ([*NAMES, "owl"], None),
+    ],
+)
+def test_class_names_against_those_in_the_files(
+    tmp_path: Path, names: list[str], message: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    parquet.write_table(table([0, 1, 2]), tmp_path / "0.parquet")
+    (path := tmp_path / "names.txt").write_text("\n".join(names))
+    if message is not None and "put its" in message:
+        assert message in error_of("parquet", tmp_path / "0.parquet", class_names=path)
+        return
+    assert load("parquet", tmp_path / "0.parquet", class_names=path)[1] == names
+    assert (message or "") in caplog.text and ("the files say" in caplog.text) == (message is not None)
 
 
 BYTES = [small_photograph(0), small_photograph(1)]

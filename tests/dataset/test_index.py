@@ -62,15 +62,21 @@ def test_indexes_what_another_writer_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "names"),
+    ("texts", "names", "message"),
     [
-        (["cat", "dog", "cat", "dog"], ("cat", "dog")),
-        (["a cat", "dog", "this cat", "dog"], ("class 0", "class 1")),  # captions
-        (["crane", "crane", "crane", "crane"], ("class 0", "class 1")),  # the bird and the machine
-        (["cat", None, "cat", None], ("class 0", "class 1")),
+        (["cat", "dog", "cat", "dog"], ("cat", "dog"), None),
+        (["a cat", "dog", "this cat", "dog"], ("class 0", "class 1"), "label 0 is 'a cat' in "),  # captions
+        (["crane"] * 4, ("class 0", "class 1"), "'crane' is label 0 in "),  # the bird and the machine
+        (["cat", None, "cat", None], ("class 0", "class 1"), None),
     ],
 )
-def test_names_in_words(tmp_path: Path, texts: list[str | None], names: tuple[str, ...]) -> None:
+def test_names_in_words(
+    tmp_path: Path,
+    texts: list[str | None],
+    names: tuple[str, ...],
+    message: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Where there are no synsets; in two shards."""
     for first in (0, 2):
         records = [
@@ -82,8 +88,36 @@ def test_names_in_words(tmp_path: Path, texts: list[str | None], names: tuple[st
             )
             for number in (first, first + 1)
         ]
-        write_records(tmp_path / "train" / f"{first}.tfrecord", records)
+        write_records(tmp_path / "train" / f"{first}.TFRecord", records)
+    (tmp_path / "train" / "README").touch()
     assert build_index(tmp_path, label_base=0).class_names == names
+    assert (message or "") in caplog.text and ("are called by their numbers" in caplog.text) == (message is not None)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "message"),
+    [
+        ({1: "cat", 2: "owl"}, {1: "owl", 2: "cat"}, "label 1 is 'cat' in .* and 'owl' in "),
+        ({1: "cat"}, {1: "owl"}, "label 1 is 'cat' in .*train/0.tfrecord and 'owl' in .*validation/0.tfrecord"),
+        ({0: "cat", 1: "owl"}, {2: "owl"}, "'owl' is label 1 in .*train/0.tfrecord and label 2 in .*validation/0.tfre"),
+    ],
+)
+def test_splits_that_number_classes_differently_in_words(
+    tmp_path: Path, train: dict[int, str], validation: dict[int, str], message: str
+) -> None:
+    for split, texts in (("train", train), ("validation", validation)):
+        records = [
+            example(
+                label,
+                image__class__label=(label, "int"),
+                image__class__synset=None,
+                image__class__text=(text.encode(), "byte"),
+            )
+            for label, text in texts.items()
+        ]
+        write_records(tmp_path / split / "0.tfrecord", records)
+    with pytest.raises(DatasetError, match=f"{message}.*: the shards number the classes differently: write them with"):
+        build_index(tmp_path, label_base=0)
 
 
 def test_shards_that_number_classes_differently(tmp_path: Path) -> None:
@@ -112,9 +146,14 @@ def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
             "feature image/encoded is missing; the record has image/class/label, image/class/synset",
         ),
         ({"image__class__label": None}, "feature image/class/label is missing"),
-        ({"image__class__label": (0.5, "float")}, "feature image/class/label is a list of float, expected int64"),
+        (
+            {"image__class__label": (0.5, "float")},
+            "feature image/class/label is a list of float, expected int64: write the class's number (its name goes "
+            "into image/class/text) as int64",
+        ),
+        ({"image__class__label": (b"cat", "byte")}, "is a list of bytes, expected int64: write the class's number"),
         ({"image__class__label": ([1, 2], "int")}, "feature image/class/label has 2 values, expected 1"),
-        ({"image__encoded": (3, "int")}, "feature image/encoded is a list of int64, expected bytes"),
+        ({"image__encoded": (3, "int")}, "feature image/encoded is a list of int64, expected bytes: write the"),
         (
             {"image__encoded": (b"hello", "byte")},
             "image/encoded is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins "

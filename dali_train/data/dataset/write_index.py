@@ -49,6 +49,8 @@ class Features:
 
 
 DEFAULT_FEATURES = Features()
+_MOST_TEXTS = 2  # of a label: captions differ with each image
+_CLASS = "the class's number (its name goes into image/class/text)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class IndexedShard:
     rows: NDArray[np.void]  # INDEX_DTYPE, (N,)
     labels: NDArray[np.int64]  # (N,)
     synsets: dict[int, str]  # label as in the file -> image/class/synset
-    texts: dict[int, str]  # label as in the file -> image/class/text, "" if images of one label have different ones
+    texts: dict[int, list[str]]  # label as in the file -> its first two different image/class/text, [] without any
     checksums: NDArray[np.uint32] | None  # CRC32C of each image's bytes, (N,); None: they were not read
     record_offsets: NDArray[np.uint64]  # (N + 1,): where each record begins, framing included, and the file's end
     encoding: Encoding
@@ -79,7 +81,7 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
         TFRecordError: anything in the file that is not a complete, labelled image, with its location.
     """
     rows, labels, checksums, offsets = [], [], [], []
-    synsets, texts = dict[int, str](), dict[int, str]()
+    synsets, texts = dict[int, str](), dict[int, list[str]]()
     encodings: set[Encoding] = set()
     content = memoryview(map_file(path))
     for record in walk_records(content, path, check_payload=check_crc):
@@ -99,8 +101,9 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
             raise TFRecordError(
                 path, record.header, f"label {label} belongs to {synsets[label]} before and to {synset} here"
             )
-        if texts.setdefault(label, text) != text:
-            texts[label] = ""
+        texts_here = texts.setdefault(label, [])
+        if text and text not in texts_here and len(texts_here) < _MOST_TEXTS:
+            texts_here.append(text)
     if not rows:
         raise TFRecordError(path, 0, "no record: the file is empty; delete it if it does not belong to the dataset")
     return IndexedShard(
@@ -130,8 +133,8 @@ def index_record(
         TFRecordError: not a complete, labelled image that training can decode, as far as its header shows.
     """
     features = parse_example(content, record, path)
-    ((start, end),) = _single(features, names.image, "bytes", path, record).spans
-    (label,) = _single(features, names.label, "int64", path, record).integers
+    ((start, end),) = _single(features, names.image, "bytes", path, record, "the image file").spans
+    (label,) = _single(features, names.label, "int64", path, record, _CLASS).integers
     encoding: Encoding = "raw" if _text(content, features.get("image/format")) == "RAW" else "image"
     try:
         if encoding == "raw":
@@ -156,14 +159,18 @@ def _text(content: memoryview, feature: Feature | None) -> str | None:
     return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
 
 
-def _single(features: dict[str, Feature], name: str, kind: str, path: Path, record: RecordSpan) -> Feature:
+def _single(
+    features: dict[str, Feature], name: str, kind: str, path: Path, record: RecordSpan, what: str = "the number"
+) -> Feature:
     feature = features.get(name)
     if feature is None:
         raise TFRecordError(
             path, record.header, f"feature {name} is missing; the record has {', '.join(sorted(features)) or 'none'}"
         )
     if feature.kind != kind:
-        raise TFRecordError(path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}")
+        raise TFRecordError(
+            path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}: write {what} as {kind}"
+        )
     count = len(feature.spans) + len(feature.integers)
     if count != 1:
         raise TFRecordError(path, record.header, f"feature {name} has {count} values, expected 1")

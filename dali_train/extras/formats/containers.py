@@ -28,6 +28,7 @@ from dali_train.config.check import Count, CountOr0, Rule, from_json, require
 from dali_train.data.convert.archives import Archive
 from dali_train.data.convert.sources import Image, SourceError, Sources, printable_name
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.manifest import SplitWord, split_word
 from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.errors import ConfigError
@@ -40,8 +41,10 @@ from dali_train.extras.formats.listing import (
     import_pyarrow,
     open_plain,
     sources_of,
+    warn_columns,
     where_it_lies,
 )
+from dali_train.extras.formats.table_reader import SPLIT_COLUMNS, VALIDATION_COLUMNS, plain_name
 from dali_train.files import ForeignFileError, read_json
 from dali_train.text import plural
 
@@ -153,7 +156,7 @@ def _label(archive: Archive, file: Image, label_key: str | None, sets: LabelSets
         if label_key is not None:
             wrong = f"has no field {label_key}: name another with --label-key"
         raise SourceError(f"{location}: {wrong}") from None
-    return sets.label(label, location)
+    return sets.stored_label(label, location)
 
 
 # Parquet
@@ -174,12 +177,19 @@ def parquet(options: Namespace) -> Sources:
     blocks = PackedBlocks(options.out)
     names: list[str] = []
     sets = LabelSets()
+    said = set[str]()
+    in_columns: dict[
+        SplitWord | None, set[tuple[str, object]]
+    ] = {}  # what columns of splits hold, by the split of the file
 
     def list_file(path: Path) -> Listed:
         with _opened(path) as file:
             columns = {field.name: str(field.type) for field in file.schema_arrow}
             image = find_column(path, columns, "--image-key", options.image_key, ("image",))
             label = find_column(path, columns, "--label-key", options.label_key, ("label",))
+            warn_columns(options.source, columns, image, label, said)
+            in_column = in_columns.setdefault(split_word(str(path.relative_to(options.source))), set())
+            _refuse_column_of_splits(path, file, in_column, used=(image, label))
             names_here = _class_names(file.schema_arrow, label)
             if names and names_here != names:
                 raise SourceError(
@@ -205,6 +215,29 @@ def _opened(path: Path) -> Iterator[Any]:
         raise SourceError(f"{path}: {problem}") from error
 
 
+def _refuse_column_of_splits(path: Path, file: Any, found: set[tuple[str, object]], *, used: tuple[str, str]) -> None:
+    """Raises SourceError: a column that is called so divides the rows, of this file or of it and those before.
+
+    Args:
+        found: the values before; those here are added.
+        used: columns of another use.
+    """
+    for field in file.schema_arrow:
+        is_called_so = plain_name(field.name) in (*SPLIT_COLUMNS, *VALIDATION_COLUMNS) and field.name not in used
+        if not is_called_so or import_pyarrow().types.is_nested(field.type):
+            continue
+        for group in range(file.metadata.num_row_groups):
+            column = file.read_row_group(group, columns=[field.name], use_threads=False)[field.name]
+            found |= {(field.name, value) for value in column.to_pylist()}
+        values = sorted({repr(value) for name, value in found if name == field.name})
+        if len(values) > 1:
+            raise SourceError(
+                f"{path}: column {field.name} ({', '.join(values[:3])}{', ...' if values[3:] else ''}) divides the "
+                "rows, and a split here is a file: write a file for each, such as train.parquet and test.parquet, or "
+                "leave the column out"
+            )
+
+
 def _row_groups(
     path: Path, file: Any, image: str, label: str, blocks: PackedBlocks, sets: LabelSets
 ) -> Iterator[Image]:
@@ -218,7 +251,7 @@ def _row_groups(
             "--label-key, or write the classes as numbers from 0 and name them with --class-names"
         )
     labels = [
-        sets.label(value, f"{path}:row {row}")
+        sets.stored_label(value, f"{path}:row {row}")
         for row, value in enumerate(file.read(columns=[label], use_threads=False)[label].to_pylist())
     ]
     chunks = [*_chunks(file, leaf)]
@@ -364,6 +397,7 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
     """
     blocks = PackedBlocks(options.out)
     sets = LabelSets()
+    said = set[str]()
 
     def list_index(path: Path) -> Iterator[Image | PassedOver]:
         above = [parent for parent in path.parent.parents if parent.is_relative_to(options.source)]
@@ -372,6 +406,8 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
         read = {path}
         for shard in _read_index(path).shards:
             columns = _find_columns(path, shard, options, sets)
+            image, label = (shard.column_names[number] for number in (columns.image, columns.label))
+            warn_columns(options.source, shard.column_names, image, label, said)
             list_shard = partial(_list_shard, shard=shard, columns=columns, blocks=blocks)
             read.add(_file_of(path, shard))
             yield from within(_file_of(path, shard), list_shard)
@@ -472,7 +508,7 @@ def _samples(
             label = _in_json(content[at : at + sizes[columns.label]], location)
         else:
             (label,) = struct.unpack_from(columns.label_format, content, at)
-        yield begins_of[columns.image], sizes[columns.image], columns.sets.label(label, location)
+        yield begins_of[columns.image], sizes[columns.image], columns.sets.stored_label(label, location)
 
 
 def _in_json(content: bytes, location: str) -> object:

@@ -11,6 +11,7 @@ import numpy as np
 from dali_train.data.convert.sources import Images, SourceError
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.extras.formats.listing import checked_label
+from dali_train.text import shortened
 
 _FIRST = -2  # of the labels that stand for a set until all are known; -1: unknown
 
@@ -45,6 +46,18 @@ class LabelSets:
             return checked_label(value, location)
         return _FIRST - self._number(checked_label(one, location) for one in value)
 
+    def stored_label(self, value: object, location: str) -> int:
+        """Return `label` of a value as it is in a file, and not put together from several, of which two may name one
+        class (boxes, copies in class folders).
+
+        Raises:
+            SourceError: also, a list with a class twice.
+        """
+        label = self.label(value, location)
+        if isinstance(value, list) and len({*value}) < len(value):
+            raise SourceError(f"{location}: its label is {shortened(str(value), 60)}, {_repeated(value)}")
+        return label
+
     def _number(self, classes: Iterable[int]) -> int:
         return self._numbers.setdefault(tuple(sorted({*classes})), len(self._numbers))
 
@@ -65,3 +78,15 @@ class LabelSets:
         label_sets = [*self._numbers]
         for split, numbers in numbered.items():
             splits[split].number_sets(np.array(numbers, dtype=np.int32), label_sets)
+
+
+def _repeated(classes: list[int]) -> str:
+    """Return what is wrong with a list that has a class twice, and what to do."""
+    twice = f"in which class {next(one for one in classes if classes.count(one) > 1)} is twice"
+    if not {*classes} <= {0, 1}:
+        return f"{twice}: write each class of the image once"
+    instead = [number for number, has in enumerate(classes) if has]
+    return (
+        f"{twice}: it looks like a vector with a number for each class, and the numbers of the classes that the image "
+        f"has are wanted: write {shortened(str(instead), 60)} instead"
+    )

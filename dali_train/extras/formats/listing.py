@@ -4,12 +4,13 @@ Some files' images can only be unpacked together: the row groups of Parquet file
 in random order, so each such block is unpacked once, with its first image, into a temporary file.
 """
 
+import logging
 import os
 import tempfile
 import threading
 from argparse import Namespace
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,9 @@ from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver, warn_missing
 from dali_train.data.progress import Progress
 from dali_train.errors import RunError
+from dali_train.text import printable, shortened
 
+_log = logging.getLogger(__name__)
 _MOST_OPENED = 100  # of files that are not read, to say why
 Listed = Iterable[Image | PassedOver]
 ListFile = Callable[[Path], Listed]
@@ -74,7 +77,8 @@ def sources_of(
     if resolve is not None:
         resolve(splits)
     if options.class_names is not None:
-        names = read_class_names(options.class_names)
+        theirs, names = names, read_class_names(options.class_names)
+        compare_names(options.class_names, names, theirs)
     largest = {split: _largest_classes(images) for split, images in splits.items()}
     if not names:
         names = [str(label) for label in range(1 + max(int(classes.max()) for classes in largest.values()))]
@@ -87,6 +91,25 @@ def sources_of(
                 f"{len(names)} class names, for labels from 0: give a file with a name for each to --class-names"
             )
     return hold_out(splits, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
+
+
+def compare_names(path: Path, names: Sequence[str], theirs: Sequence[str]) -> None:
+    """Log the first difference between `names`, which are those in the file `path`, and `theirs`, which the dataset's
+    files have themselves: classes may be renamed.
+
+    Raises:
+        SourceError: they are the same names in another order.
+    """
+    pairs = enumerate(zip(names, theirs, strict=False))
+    different = next(((label, name, other) for label, (name, other) in pairs if name != other), None)
+    if different is None:
+        return
+    label, name, other = different
+    text = f"--class-names {path} has {shortened(printable(name), 60)} for label {label}, and the files say "
+    text += shortened(printable(other), 60)
+    if sorted(names) == sorted(theirs):
+        raise SourceError(f"{text}: put its lines in the order of the labels")
+    _log.warning("%s: they are called as in %s", text, path.name)
 
 
 def _largest_classes(images: Images) -> NDArray[np.int32]:
@@ -116,7 +139,7 @@ def list_splits(
     for entry in Directory(source).walk() if source.is_dir() else [Image("", "", 0, 0)]:
         if isinstance(entry, PassedOver):
             others.append(entry)
-        elif (source / entry.name).name.endswith(ending):
+        elif (source / entry.name).name.lower().endswith(ending):
             files.setdefault(split_word(entry.name), []).append(source / entry.name)
         elif not ending.endswith(".json"):
             others.append(PassedOver.by_suffix(entry.name.rpartition("/")[0], (source / entry.name).name))
@@ -129,7 +152,7 @@ def list_splits(
         raise SourceError(
             f"--source {source}: has no *{ending}"
             + (f", but files {', '.join(there[:5])}" if there else "")
-            + ": name the directory that holds them, or one such file; rename those of another suffix"
+            + ": name the directory that holds them, or one such file"
         )
     if None in files and len(files) > 1:
         raise SourceError(
@@ -199,6 +222,16 @@ def find_column(path: Path, columns: Mapping[str, str], option: str, key: str | 
         there = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
         raise SourceError(f"{path}: has no column {key or ' or '.join(usual)}, but {there}: name one with {option}")
     return matching[0]
+
+
+def warn_columns(source: Path, columns: Collection[str], image: str, label: str, said: set[str]) -> None:
+    """Log which columns are used for what, and which are not used; what is in `said` not again."""
+    text = f"images from {image}, labels from {label}"
+    unused = ", ".join(name for name in columns if name not in (image, label))
+    text += f", not used: {unused}" if unused else ""
+    if text not in said:
+        said.add(text)
+        _log.warning("%s: %s", source, shortened(printable(text), 300))
 
 
 def checked_label(label: object, location: str) -> int:

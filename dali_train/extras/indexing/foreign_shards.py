@@ -5,6 +5,7 @@ Shards are found in the layouts in use and linked into ours. Those in an object 
 discarded.
 """
 
+import logging
 import os
 import re
 from collections import Counter, defaultdict
@@ -41,6 +42,9 @@ from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, NoDatasetError, RunError
 from dali_train.files import NO_SYMLINKS, temporary_directory
 from dali_train.runtime.object_store import Bucket, MissingObjectError, StoredObject
+from dali_train.text import printable, shortened
+
+_log = logging.getLogger(__name__)
 
 
 def build_index(
@@ -182,9 +186,13 @@ def _class_names(
     label_base: int,
     num_classes: int,
 ) -> list[str]:
-    """Return the synsets of the classes, else their names in words if no two have one, else their numbers. Raises
-    TFRecordError: two shards have different synsets for a label."""
-    synsets, texts = dict[int, str](), dict[int, str]()
+    """Return the synsets of the classes, else their names in words, else their numbers.
+
+    Raises:
+        TFRecordError: two shards have different synsets for a label.
+        DatasetError: as `_names_in_words`.
+    """
+    synsets = dict[int, str]()
     for split, parts in indexed.items():
         for path, part in zip(shards[split], parts, strict=True):
             for label, synset in part.synsets.items():
@@ -192,17 +200,67 @@ def _class_names(
                     raise TFRecordError(
                         path, 0, f"label {label} belongs to {synset} here and to {synsets[label]} in another shard"
                     )
-            for label, text in part.texts.items():
-                if texts.setdefault(label, text) != text:
-                    texts[label] = ""
-    if not synsets and all(texts.values()) and len({*texts.values()}) == len(texts):
-        synsets = texts
-    return [synsets.get(label_base + number, f"class {number}") for number in range(num_classes)]
+    names = synsets or _names_in_words(shards, indexed)
+    return [names.get(label_base + number, f"class {number}") for number in range(num_classes)]
+
+
+def _names_in_words(
+    shards: Mapping[SplitName, Sequence[Path]], indexed: Mapping[SplitName, Sequence[IndexedShard]]
+) -> Mapping[int, str]:
+    """Return the image/class/text of each label; nothing, with a warning, if they are no names of classes but captions,
+    or if a label has none.
+
+    Raises:
+        DatasetError: they are names in each split, and those of one split are others.
+    """
+    texts: dict[int, dict[str, Path]] = defaultdict(dict)
+    in_a_split = None
+    for split, parts in indexed.items():
+        of_split: dict[int, dict[str, Path]] = defaultdict(dict)
+        for path, part in zip(shards[split], parts, strict=True):
+            for label, here in part.texts.items():
+                for known in (of_split[label], texts[label]):
+                    for text in here:
+                        known.setdefault(text, path)
+        in_a_split = in_a_split or _contradiction(of_split)
+    contradiction = in_a_split or _contradiction(texts)
+    if contradiction is None:
+        return {label: next(iter(here)) for label, here in texts.items()} if all(texts.values()) else {}
+    if in_a_split is None:
+        raise DatasetError(
+            f"image/class/text: {contradiction}: the shards number the classes differently: write them with one "
+            "numbering, or leave those of one split out"
+        )
+    _log.warning("image/class/text: %s: the classes are called by their numbers", contradiction)
+    return {}
+
+
+def _contradiction(texts: Mapping[int, Mapping[str, Path]]) -> str | None:
+    """Return, for a message, the first label with two texts, else the first text with two labels.
+
+    Args:
+        texts: label -> image/class/text -> the first shard with it.
+    """
+    label_of: dict[str, int] = {}
+    for label, here in texts.items():
+        if len(here) > 1:
+            (first, path), (second, other) = [*here.items()][:2]
+            return f"label {label} is {_shown(first)} in {path} and {_shown(second)} in {other}"
+    for label, here in texts.items():
+        for text, path in here.items():
+            before = label_of.setdefault(text, label)
+            if before != label:
+                return f"{_shown(text)} is label {before} in {texts[before][text]} and label {label} in {path}"
+    return None
+
+
+def _shown(text: str) -> str:
+    return repr(shortened(printable(text), 60))
 
 
 # The folders of a split, or the beginnings of its files' names where all lie in one folder, are called by this.
 _WORDS: dict[SplitName, str] = {"train": "train", "validation": "val"}
-_NUMBERED_SHARD = re.compile(r"-(\d+)-of-(\d+)(?:\.tfrec(?:ord)?s?)?$")
+_NUMBERED_SHARD = re.compile(r"-(\d+)-of-(\d+)(?:\.tfrec(?:ord)?s?)?$", re.IGNORECASE)
 
 
 def find_splits(root: Path) -> dict[SplitName, list[Path]]:
@@ -219,7 +277,9 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
         )
         raise DatasetError(f"{root}: {not_a_directory(root, plain)}")
     passed_over: Counter[PassedOver] = Counter()
-    flat = [path for path in _files(root, Counter()) if _NUMBERED_SHARD.search(path.name) or "tfrec" in path.name]
+    flat = [
+        path for path in _files(root, Counter()) if _NUMBERED_SHARD.search(path.name) or "tfrec" in path.name.lower()
+    ]
     folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
     splits: dict[SplitName, list[Path]] = {}
     for split, word in _WORDS.items():
@@ -305,7 +365,7 @@ def _files(directory: Path, passed_over: Counter[PassedOver]) -> list[Path]:
 def _only_shards(directory: Path, passed_over: Counter[PassedOver]) -> list[Path]:
     """Return the TFRecord files of a split's folder: those that are called so or numbered, else all files."""
     files = _files(directory, passed_over)
-    shards = [path for path in files if _NUMBERED_SHARD.search(path.name) or ".tfrec" in path.name]
+    shards = [path for path in files if _NUMBERED_SHARD.search(path.name) or ".tfrec" in path.name.lower()]
     for path in files if shards else []:
         if path not in shards:
             passed_over[PassedOver.by_suffix(directory.name, path.name)] += 1
