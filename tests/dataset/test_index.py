@@ -120,6 +120,18 @@ def test_splits_that_number_classes_differently_in_words(
         build_index(tmp_path, label_base=0)
 
 
+def test_class_names_against_those_in_the_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_records(tmp_path / "train" / "a", [example(seed) for seed in range(3)])
+    names = tmp_path / "names.txt"
+    names.write_text("n00000000\nn00000002\nn00000001\n")
+    with pytest.raises(DatasetError, match="has n00000002 for label 1, and the files say n00000001: put its lines in"):
+        build_index(tmp_path, class_names=names)
+    assert not (tmp_path / "dataset.json").exists()
+    names.write_text("ant\nbee\ncat\nowl\n")
+    assert build_index(tmp_path, class_names=names).class_names == ("ant", "bee", "cat", "owl")
+    assert "names.txt has ant for label 0, and the files say n00000000: they are called as in names.txt" in caplog.text
+
+
 def test_shards_that_number_classes_differently(tmp_path: Path) -> None:
     write_records(tmp_path / "train" / "1.tfrecord", [example(0)])
     other = example(0, image__class__synset=(b"n00000009", "byte"))

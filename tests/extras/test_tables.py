@@ -392,6 +392,12 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "--label-separator ,",
         {"a.jpg": "cat,dog", "b.JPEG": ""},
     ),
+    "a vector of classes": (
+        "t.jsonl",
+        '{"file": "a.jpg", "label": [0, 0, 1]}',
+        "--label-separator ,",
+        "looks like a vector with a number for each class",
+    ),
     "a list where one label is": ("t.jsonl", '{"file": "a.jpg", "label": ["cat", "dog"]}', "", "--label-separator"),
     "--multi-hot": (
         "t.csv",

@@ -180,7 +180,7 @@ def parquet(options: Namespace) -> Sources:
     said = set[str]()
     in_columns: dict[
         SplitWord | None, set[tuple[str, object]]
-    ] = {}  # what columns of splits hold, by the split of the file
+    ] = {}  # what columns of splits hold in each split's files
 
     def list_file(path: Path) -> Listed:
         with _opened(path) as file:

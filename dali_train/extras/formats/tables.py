@@ -236,9 +236,15 @@ class _Reader:
             if self._separator is None:
                 raise SourceError(f"{row.where}: {name} has a list of labels: say so by --label-separator ','")
             try:
-                return [str(label) for label in ast.literal_eval(text)]
+                labels = [str(label) for label in ast.literal_eval(text)]
             except (ValueError, SyntaxError) as error:
                 raise SourceError(f"{row.where}: {text[:60]} is no list of labels ({error}): correct it") from error
+            if len(labels) > 2 and {*labels} <= {"0", "1"}:
+                raise SourceError(
+                    f"{row.where}: {text[:60]} looks like a vector with a number for each class: write the labels that "
+                    "the image has"
+                )
+            return labels
         if self._separator is not None:
             return [part.strip() for part in text.split(self._separator)]
         if text in ("", "nan", "NaN"):  # as pandas writes what is missing

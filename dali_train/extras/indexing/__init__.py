@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,27 +215,23 @@ def _print_duplicates(dataset: Path | str) -> int:
 
 
 def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetch: "Fetch") -> None:
-    from dali_train.data.dataset.manifest import IMAGE_KEY, LABEL_KEY, read_class_names
+    from dali_train.data.dataset.manifest import IMAGE_KEY, LABEL_KEY
     from dali_train.data.dataset.write_index import Features
     from dali_train.extras.indexing.foreign_shards import build_index, unused_classes
 
     if dataset.is_dir():
         check_writable(out)
-    num_classes = options.num_classes
-    names = read_class_names(options.class_names) if options.class_names is not None else []
     manifest = build_index(
         dataset,
         out=out,
         label_base=options.label_base,
-        num_classes=len(names) or num_classes,
+        num_classes=options.num_classes,
+        class_names=options.class_names,
         features=Features(image=options.image_key or IMAGE_KEY, label=options.label_key or LABEL_KEY),
         check_crc=options.check_crc,
         workers=options.workers,
         fetch=fetch,
     )
-    if names:
-        manifest = replace(manifest, class_names=tuple(names))
-        manifest.write(out)
     for name, split in manifest.splits.items():
         images, shards = plural(split.num_records, "image"), plural(len(split.shards), "shard")
         print(f"{name}: {images} in {shards}, {plural(manifest.num_classes, 'class')}")

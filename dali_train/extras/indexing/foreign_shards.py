@@ -24,6 +24,7 @@ from dali_train.data.dataset.manifest import (
     SplitName,
     check_name,
     index_path,
+    read_class_names,
     split_of_folder,
 )
 from dali_train.data.dataset.packed_files import not_a_directory
@@ -40,6 +41,7 @@ from dali_train.data.dataset.write_index import (
 )
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, NoDatasetError, RunError
+from dali_train.extras.formats.listing import compare_names
 from dali_train.files import NO_SYMLINKS, temporary_directory
 from dali_train.runtime.object_store import Bucket, MissingObjectError, StoredObject
 from dali_train.text import printable, shortened
@@ -53,6 +55,7 @@ def build_index(
     out: Path | None = None,
     label_base: int = 1,
     num_classes: int | None = None,
+    class_names: Path | None = None,
     features: Features = DEFAULT_FEATURES,
     check_crc: bool = True,
     workers: int = 1,
@@ -68,6 +71,7 @@ def build_index(
         out: directory of the dataset, for shards in a directory that cannot be written; by default `root`.
         label_base: the label of the first class in the records.
         num_classes: how many classes there are; by default the largest label decides.
+        class_names: a file with their names in the order of their labels; by default they are those in the records.
         features: the names of the features to read.
         check_crc: check every record's CRC, which reads all bytes. Without it only the framing is checked.
         workers: threads; each indexes one shard at a time.
@@ -81,6 +85,8 @@ def build_index(
         raise DatasetError(f"--num-classes is {num_classes}: use 1 to {MAX_CLASSES:,}")
     if abs(label_base) > np.iinfo(np.int32).max:
         raise DatasetError(f"--label-base is {label_base}: use the smallest label of the records, usually 0 or 1")
+    given = read_class_names(class_names) if class_names is not None else []
+    num_classes = len(given) or num_classes
     out = root if out is None else out
     shards = find_splits(root)
 
@@ -97,6 +103,11 @@ def build_index(
         for path, part in zip(shards[split], parts, strict=True):
             _number_classes(path, part, label_base=label_base, num_classes=num_classes)
     names = _class_names(shards, indexed, label_base=label_base, num_classes=num_classes)
+    if class_names is not None:
+        pairs = enumerate(zip(given, names, strict=True))  # without a name in the records it is "class N"
+        theirs = [name if other == f"class {number}" else other for number, (name, other) in pairs]
+        compare_names(class_names, given, theirs)
+        names = given
     common_encoding(root, indexed)  # before anything is written
     link_shards(out, shards)
     conversion = _conversion_of(out, indexed) or _conversion_of(root, indexed)
