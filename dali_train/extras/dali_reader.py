@@ -5,6 +5,7 @@ and their crops depend on the number of ranks. Flips, mixing and dropout are dra
 are disjoint and together are the split. No position is saved: a resumed run begins a new pass.
 """
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -98,8 +99,8 @@ class DaliReaderPipeline(TrainingPipeline):
 
     def _explain(self, error: RuntimeError) -> Exception:
         return DatasetError(
-            f"data.reader dali cannot continue: {dali_reason(error)}. Run `dali-train data verify {self._root}` to "
-            "list all unusable records, and convert again without them"
+            f"data.reader dali cannot continue: {dali_reason(error)}. Run `dali-train data verify "
+            f"{shlex.quote(str(self._root))}` to list all unusable records, and convert again without them"
         )
 
 

@@ -9,6 +9,7 @@ import gc
 import math
 import os
 import platform
+import shlex
 import signal
 import sys
 import threading
@@ -198,7 +199,7 @@ def explain_bus_errors(datasets: Sequence[str]) -> None:
     Python's own handlers cannot do this: they run later on the main thread, while the failing instruction, mostly in a
     DALI thread, is retried at once. This handler runs in the failing thread, then lets the instruction fail again.
     """
-    verify = " or ".join(f"`dali-train data verify {one}`" for one in datasets)
+    verify = " or ".join(f"`dali-train data verify {shlex.quote(one)}`" for one in datasets)
     text = (
         f"dali-train: bus error (SIGBUS): a mapped file could not be read. A shard of {' or '.join(datasets)} was "
         f"truncated or rewritten while in use, its disk failed, or /dev/shm is full: {verify} names the shard; restore "

@@ -170,6 +170,8 @@ def test_names_of_the_classes_from_a_file(tmp_path: Path, capsys: pytest.Capture
             "run `dali-train data convert imagenet --train-archive ROOT/ILSVRC2012_img_train.tar",
         ),
         (["photos.tar"], "run `dali-train data convert folder --train ROOT/photos.tar --out DATASET`"),
+        (["PHOTOS.TAR"], "run `dali-train data convert folder --train ROOT/PHOTOS.TAR --out DATASET`"),
+        (["it's.tar"], "run `dali-train data convert folder --train 'ROOT/it'\"'\"'s.tar' --out DATASET`"),
         (["cifar-10-binary.tar.gz"], "run `dali-train data convert cifar10 --source ROOT"),
         (["train-images-idx3-ubyte.gz"], "run `dali-train data convert mnist --source ROOT"),
         (

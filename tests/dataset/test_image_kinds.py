@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ import dali_train
 from dali_train.cli import main
 from dali_train.config import DataConfig
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, prepare
-from dali_train.data.dataset.image_file import IMAGE_FORMATS, IMAGE_SUFFIXES, BadImageError
+from dali_train.data.dataset.image_file import IMAGE_FORMATS, IMAGE_SUFFIXES, BadImageError, decode_rgb
 from dali_train.data.dataset.index import Split, sizes_of
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading.dali import Feed, crop_graph, crop_inputs, decode_repeatedly
@@ -37,6 +37,7 @@ from tests.dataset.image_kinds import KINDS, SIZES, Kind, picture
 DOCUMENT = REPOSITORY / "tests" / "dataset" / "image-kinds.md"
 NORMALISE = ((0, 0, 0), (255, 255, 255))
 READERS = ("convert", "in place", "evaluation", "predict")
+PREDICTS: tuple[tuple[str, Literal["dali", "pil"]], ...] = (("predict", "dali"), ("predict by PIL", "pil"))
 SIDE = 32  # of evaluated images; as long as the short side of each file
 BATCH = 16
 AVAILABLE = [kind for kind in KINDS if kind.is_available]
@@ -171,12 +172,15 @@ def find_outcomes(directory: Path) -> Outcomes:
     for file, pixels, center in zip(indexed, trained(split), evaluated(split), strict=True):
         found[file.kind.name]["in place"].add(describe_difference(pixels, file))
         found[file.kind.name]["evaluation"].add(describe_difference(center, centers(file)))
-    seen = Seen()
-    predictions = dali_train.predict(seen, [file.path for file in files])
-    for path in predictions.unreadable:
-        found[by_name[path.name].kind.name]["predict"].add("refused")
-    for path, pixels in zip(predictions.images, seen.images, strict=True):
-        found[by_name[path.name].kind.name]["predict"].add(describe_difference(pixels, centers(by_name[path.name])))
+        by_pil = np.asarray(decode_rgb(file.path.read_bytes()))
+        found[file.kind.name]["pictures"].add(describe_difference(by_pil, file))
+    for reader, decoder in PREDICTS:
+        seen = Seen()
+        predictions = dali_train.predict(seen, [file.path for file in files], decoder=decoder)
+        for path in predictions.unreadable:
+            found[by_name[path.name].kind.name][reader].add("refused")
+        for path, pixels in zip(predictions.images, seen.images, strict=True):
+            found[by_name[path.name].kind.name][reader].add(describe_difference(pixels, centers(by_name[path.name])))
     return found
 
 
@@ -200,6 +204,8 @@ def test_pixels_are_pils_or_the_file_is_refused(outcomes: Outcomes) -> None:
         assert cells["in place"] | cells["evaluation"] | cells["predict"] <= allowed, (name, dict(cells))
         assert {cell.split(", ")[-1] for cell in cells["convert"]} <= allowed, (name, dict(cells))
         assert cells["in place"] == cells["evaluation"], (name, dict(cells))
+        assert cells["pictures"] | cells["predict by PIL"] <= allowed, (name, dict(cells))
+        assert ("refused" in cells["predict by PIL"]) == ("refused" in cells["predict"]), (name, dict(cells))
         assert bool(cells["reason"]) == ("refused" in cells["in place"]), (name, dict(cells))
         assert "within 1" not in cells["in place"] or "16 bits" in name or "palette" in name, (name, dict(cells))
         if "refused" not in cells["convert"]:

@@ -466,6 +466,7 @@ def test_an_index_resumes_and_lists_what_cannot_be_decoded(
     for kind in ("CMYK JPEG", "PNG", "EXIF orientation not upright"):
         assert f"train: 1 image: {kind}" in printed
     assert "train: 2 images: left out, see quarantine.jsonl" in printed and "train: 27 images in 3 classes" in printed
+    assert f"{out} indexes 27 files in" in printed
     assert len(contents(out, "train")) == 27 and {path.name for path in out.iterdir()} == {
         *("dataset.json", "index", "quarantine.jsonl")
     }
@@ -476,7 +477,7 @@ def test_an_index_resumes_and_lists_what_cannot_be_decoded(
 
 
 def test_what_cannot_be_indexed_in_place(
-    forms: Path, in_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forms: Path, in_bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     compressed = REPOSITORY / "tests" / "convert" / "mds" / "val"
     write_tar(tmp_path / "packed" / "a.tar", [("1.jpg", small_photograph(1)), ("1.cls", b"0")], mode="w:gz")
@@ -489,7 +490,9 @@ def test_what_cannot_be_indexed_in_place(
     nameless = tmp_path / "nameless" / "train" / "ant" / "1"
     nameless.parent.mkdir(parents=True)
     nameless.write_bytes(small_photograph(1))
-    out = ("--out", tmp_path / "out")
+    (tmp_path / "parquet").mkdir()
+    (tmp_path / "parquet" / "train-00000.parquet").touch()
+    out, fraction = ("--out", tmp_path / "out"), ("--validation-fraction", 0.2)
     for words, message in (
         ((forms / "folder",), "its images are read in place (folder): name a directory for the index with --out"),
         ((forms / "folder", "--out", forms / "folder" / "index"), "lies in DATASET"),
@@ -510,7 +513,26 @@ def test_what_cannot_be_indexed_in_place(
         ((other, *out), "photos.zip is a zip archive: unpack it: `unzip "),
         ((tmp_path / "nothing", *out), "nothing in the directory looks like a dataset"),
         ((tmp_path / "nameless", *out), "train/ant/1 is an image, and its name does not say so: add .jpg"),
+        ((other / "photos.zip", *out, *fraction), "photos.zip: is a zip archive: unpack it: `unzip "),
+        ((other, *out, *fraction), "photos.zip is a zip archive: unpack it: `unzip "),
+        ((tmp_path / "parquet", *out, *fraction), "it holds files of parquet: run `dali-train data convert parquet"),
+        ((tmp_path / "nothing", *out, *fraction), "nothing in the directory looks like a dataset"),
+        ((forms / "converted", *fraction), "--validation-fraction: has no effect on TFRecords, which are indexed"),
+        ((f"{in_bucket}/nothing", *out, *fraction), "only WebDataset's tars and MDS are indexed in place there"),
     ):
         data("index", *words, status=2)
-        assert message in capsys.readouterr().err
+        assert message in capfd.readouterr().err
+    assert main(["fit", str(tmp_path / "parquet"), "--out", str(tmp_path / "run")]) == 2
+    assert "it holds files of parquet" in capfd.readouterr().err
     assert not (tmp_path / "out" / "dataset.json").exists()
+
+
+def test_indexing_again_without_a_validation_split_leaves_nothing_of_it(tmp_path: Path) -> None:
+    samples = [(f"{number}", small_photograph(number), number % 2) for number in range(6)]
+    write_tars(tmp_path / "tars", samples, 1, "train")
+    words = ("index", tmp_path / "tars", "--out", tmp_path / "index")
+    data(*words, "--validation-fraction", 0.34)
+    assert (tmp_path / "index/index/validation.npy").exists()
+    data(*words)
+    names = {path.name for path in (tmp_path / "index/index").iterdir()}
+    assert names == {"files.npy", "train.npy", "train.crc.npy"}

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from argparse import Namespace
@@ -191,7 +192,9 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     _revalidate_nfs_directories(out, state)
     _remove_discarded(state)  # by a run that was killed in its last moment
     where = conversion.destination
-    nothing = [f"{where} is complete already: nothing to do. `dali-train data verify {where}` checks it"]
+    nothing = [
+        f"{where} is complete already: nothing to do. `dali-train data verify {shlex.quote(str(where))}` checks it"
+    ]
     if _is_complete(conversion, state):
         _remove_uploaded(conversion, state)
         return nothing

@@ -10,6 +10,7 @@ The modules that read a source are imported when it is converted: building the p
 
 import os
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -336,28 +337,33 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
     if (root / STATE_DIRECTORY / "options.json").exists():
         return "it holds a conversion that is not finished: start the same `dali-train data convert` again"
     names, below = _look(root)
+    quoted = shlex.quote(str(root))
     if _has_tfrecords(names, below):
-        return "move its TFRecords there" if indexing else f"run `dali-train data index {root}` to index its TFRecords"
+        return (
+            "move its TFRecords there" if indexing else f"run `dali-train data index {quoted}` to index its TFRecords"
+        )
     for dataset, row in datasets.items():
         if row.files and any(re.match(row.files, name) for name in names):
-            options = row.command.replace("ROOT", str(root))
+            options = row.command.replace("ROOT", quoted)
             return f"it holds files of {dataset}: run `dali-train data convert {dataset} {options} --out DATASET`"
-    archives = [name for name in names if name.endswith(".tar")]
+    archives = [name for name in names if name.lower().endswith(".tar")]
     if archives:
+        archive = shlex.quote(f"{root}/{archives[0]}")
         return (
-            f"it holds tar archives: run `dali-train data convert folder --train {root}/{archives[0]} --out DATASET` "
-            f"if they hold CLASS/name.jpg, `dali-train data convert webdataset --source {root} --out DATASET` if they "
-            "hold KEY.jpg and KEY.cls"
+            f"it holds tar archives: run `dali-train data convert folder --train {archive} --out DATASET` if they "
+            f"hold CLASS/name.jpg, `dali-train data convert webdataset --source {quoted} --out DATASET` if they hold "
+            "KEY.jpg and KEY.cls"
         )
     if in_place(root) == "folder":
         return (
-            f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`, or "
-            f"`dali-train data index {root} --out INDEX` to leave them where they are"
+            f"it holds folders of images: run `dali-train data convert folder --train {quoted} --out DATASET`, or "
+            f"`dali-train data index {quoted} --out INDEX` to leave them where they are"
         )
     for name in _some_files(root, names, below):
         if packed := how_packed(root / name):
-            as_it_is = f"; if it holds CLASS/name.jpg, `dali-train data convert folder --train {root}/{name}` reads it"
-            return f"{name} {packed}{as_it_is if name.endswith(('.tar.gz', '.tgz')) else ''}"
+            folder = f"dali-train data convert folder --train {shlex.quote(f'{root}/{name}')}"
+            as_it_is = f"; if it holds CLASS/name.jpg, `{folder}` reads it"
+            return f"{name} {packed}{as_it_is if name.lower().endswith(('.tar.gz', '.tgz')) else ''}"
         if _is_nameless_image(root / name):
             return f"{name} is an image, and its name does not say so: add .jpg, or what it is, to all such names"
     remedy = (
@@ -366,7 +372,7 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
     return (
         remedy
         if indexing
-        else (f"{remedy}, `dali-train data index {root}` takes TFRecords in {root}/train and {root}/validation")
+        else (f"{remedy}, `dali-train data index {quoted}` takes TFRecords in {root}/train and {root}/validation")
     )
 
 
@@ -410,7 +416,7 @@ def in_place_by_names(names: Sequence[str]) -> InPlace | None:
         return "imagenet"
     if any(re.search(r"\bshard\.\d+\.mds(\..*)?$", name) for name in names):
         return "mds"
-    if any(name.endswith(".tar") for name in names):
+    if any(name.lower().endswith(".tar") for name in names):
         return "webdataset"
     return "folder" if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names) else None
 

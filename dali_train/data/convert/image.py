@@ -25,13 +25,14 @@ from dali_train.data.dataset.image_file import (
     MAX_PIXELS,
     MAX_SIDE,
     BadImageError,
-    check_grey,
     check_levels,
     check_size,
     has_wide_samples,
+    in_8_bits,
     is_jpeg,
     open_image,
     parse_jpeg_header,
+    wide_grey,
     wide_levels,
 )
 from dali_train.errors import DatasetError
@@ -293,15 +294,10 @@ def _to_rgb_or_grey(image: Image.Image) -> Image.Image:
     if image.mode in ("RGB", "L"):
         image.load()
         return image
-    if image.mode.startswith("I"):  # 16 bits per pixel; PIL's own conversion clips at 255
-        check_grey(image)
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() > 0xFFFF:
-            raise BadImageError(
-                f"mode {image.mode} with values from {values.min()} to {values.max()}: 16 bits are understood"
-            )
+    if image.mode.startswith("I"):
+        values = wide_grey(image)
         check_levels(int(values.min()), int(values.max()))
-        return Image.fromarray((values >> 8).astype(np.uint8))
+        return in_8_bits(values)
     if image.mode == "F":
         raise BadImageError("floating-point pixels: convert it to 8 bits first")
     return image.convert("RGB")

@@ -69,7 +69,7 @@ def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
         image = open_image(encoded)
         kind = _misread_kind(image, encoded)
         if kind is not None:
-            # Of these a conversion makes nothing either, see `check_grey`.
+            # Of these a conversion makes nothing either, see `wide_grey`.
             is_no_picture = image.mode == "F" or (image.format == "TIFF" and image.mode.startswith("I"))
             remedy = ": save it with 8 bits, or 16 from black to white" if is_no_picture else _MISREAD
             raise BadImageError(f"is a {image.format} {kind}{remedy}")
@@ -117,10 +117,28 @@ def _misread_tiff(image: Any, encoded: bytes | memoryview) -> str | None:
     return f"of mode {image.mode} with {' + '.join(map(str, bits)) or 'no number of'} bits (photometric {photometric})"
 
 
-def check_grey(image: Any) -> None:
-    """Raises BadImageError: grey of more than 8 bits that are not 16 from black to white; PIL scales no others."""
-    if image.format != "TIFF":
-        return
+def wide_grey(image: Image.Image) -> NDArray[np.int32]:
+    """Return the values of an image of PIL's mode I or I;16, (height, width), from 0 to 65,535.
+
+    Raises:
+        BadImageError: grey of more than 8 bits that are not 16 from black to white.
+    """
+    if image.format == "TIFF":
+        _check_grey_tiff(image)
+    values = np.asarray(image).astype(np.int32)
+    if values.min() < 0 or values.max() > _WHITE:
+        raise BadImageError(
+            f"mode {image.mode} with values from {values.min()} to {values.max()}: 16 bits are understood"
+        )
+    return values
+
+
+def in_8_bits(values: NDArray[np.int32]) -> Image.Image:
+    """Return grey of 16 bits, (height, width), as DALI scales it; PIL's own conversion clips it to white at 255."""
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
+def _check_grey_tiff(image: Any) -> None:
     tags = image.tag_v2
     bits, formats, photometric = tags.get(_BITS), tags.get(_SAMPLE_FORMAT, (1,)), tags.get(_PHOTOMETRIC)
     if (bits, formats, photometric) != ((16,), (1,), 1):
@@ -254,11 +272,15 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FOR
 
 
 def decode_rgb(encoded: bytes | memoryview) -> Image.Image:
-    """Decode an image with PIL, without applying its EXIF rotation. Raises BadImageError: it cannot be decoded."""
+    """Decode an image with PIL to the pixels that training sees, without applying its EXIF rotation.
+
+    Raises:
+        BadImageError: it cannot be decoded.
+    """
     try:
         image = open_image(encoded)
         check_size(image.height, image.width)
-        return image.convert("RGB")
+        return (in_8_bits(wide_grey(image)) if image.mode.startswith("I") else image).convert("RGB")
     except BadImageError:
         raise
     except Exception as error:  # PIL's decoders raise nearly any kind on damaged files

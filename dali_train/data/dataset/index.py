@@ -8,6 +8,7 @@ import csv
 import mmap
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ class Split:
         split = self.manifest.splits.get(name)
         if split is None:
             raise DatasetError(f"{root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
-        self._remedy = f"run `dali-train data index {root}` again"
+        self._remedy = f"run `dali-train data index {shlex.quote(str(root))}` again"
         if self._root_url is not None:
             self._remedy = copy_again(str(root))
         self.num_bytes = split.num_bytes

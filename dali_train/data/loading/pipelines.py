@@ -4,6 +4,7 @@ A DALI graph decodes (unless records are raw), crops, resizes, mirrors, augments
 mixes. On the CPU DALI only decodes training images and `CpuTransform` does the rest.
 """
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -364,8 +365,8 @@ def find_undecodable(split: Split, storage: Storage, images: NDArray[np.int64], 
             read_stored(storage, split, portion), sizes_of(split.rows[portion])
         ).items():
             return DatasetError(
-                f"{split.describe(int(portion[position]))} {reason}. Run `dali-train data verify {split.root}` to list "
-                "all such images, and convert or index again without them"
+                f"{split.describe(int(portion[position]))} {reason}. Run `dali-train data verify "
+                f"{shlex.quote(str(split.root))}` to list all such images, and convert or index again without them"
             )
     return error
 

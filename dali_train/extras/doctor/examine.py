@@ -13,6 +13,7 @@ import io
 import os
 import pickle
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -384,7 +385,8 @@ def splits(data: DataConfig) -> Iterator[Finding]:
                         f"{size[1]} x {size[0]}"
                     )
             if strange:
-                remedy = f"dali-train data index {split.root}, or dali-train data verify {split.root} to see more"
+                root = shlex.quote(str(split.root))
+                remedy = f"dali-train data index {root}, or dali-train data verify {root} to see more"
                 yield Finding(f"data {name}", "fail", strange[0], remedy)
                 continue
         if split.url is not None:

@@ -8,6 +8,7 @@ since, that is an error. Whatever ends a step, the same command does it again, a
 import argparse
 import ctypes
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -249,9 +250,10 @@ class Fit:
         }
         lines += [f"  {name:<15} {value}" for name, value in table.items()]
         lines += ["next:"]
+        run_dir = printable(shlex.quote(str(self._out)))
         lines += [
             f"  dali-train {rest}"
-            for rest in (f"predict {out} IMAGE...", f"export {out} --format onnx", f"prove {out}")
+            for rest in (f"predict {run_dir} IMAGE...", f"export {run_dir} --format onnx", f"prove {run_dir}")
         ]
         num_images = read_manifest(run.config.data).splits["train"].num_records
         if run.config.model.weights is None and num_images < _FEW_IMAGES:

@@ -100,12 +100,17 @@ _IN_PLACE: dict[str, Any] = {
 
 def _index(options: argparse.Namespace) -> int:
     from dali_train.data.convert.datasets import images_root, in_place
-    from dali_train.extras.indexing.foreign_shards import bucket_as_directory
+    from dali_train.extras.indexing.foreign_shards import bucket_as_directory, find_splits
 
     if isinstance(options.dataset, Path):
         options.dataset = images_root(options.dataset)
     dataset = options.dataset
     kind = in_place(dataset) if isinstance(dataset, Path) else _in_place_in_bucket(dataset) if options.out else None
+    if kind is None and not isinstance(dataset, Path) and options.out is not None:
+        raise DatasetError(
+            f"--out {options.out} with {dataset}: the index of a bucket is written to it, leave --out out; only "
+            "WebDataset's tars and MDS are indexed in place there"
+        )
     without = dict(_IN_PLACE if kind is None else _TFRECORDS)
     if kind in ("folder", "imagenet"):  # whose names are the labels
         without |= dict.fromkeys(("image_key", "label_key"))
@@ -117,6 +122,8 @@ def _index(options: argparse.Namespace) -> int:
         without |= {"label_separator": None, "multi_hot": False}
     for name, default in without.items():
         if getattr(options, name) != default:
+            if kind is None and isinstance(dataset, Path):
+                find_splits(dataset)  # raises what else is to be done where there are no TFRecords
             what = "TFRecords, which are indexed" if kind is None else f"images that are read in place ({kind})"
             option = {"decode_check": "--no-decode-check", "check_crc": "--no-crc"}.get(name, f"--{name}")
             raise DatasetError(f"{option.replace('_', '-')}: has no effect on {what}: leave it out")
@@ -127,11 +134,6 @@ def _index(options: argparse.Namespace) -> int:
             raise DatasetError(f"--out {options.out}: name a directory, which is to hold links to the TFRecords")
         _index_directory(options, dataset, options.out or dataset, nullcontext)
         return _print_duplicates(options.out or dataset)
-    if options.out is not None:
-        raise DatasetError(
-            f"--out {options.out} with {dataset}: the index of a bucket is written to it, leave --out out; only "
-            "WebDataset's tars and MDS are indexed in place there"
-        )
     with bucket_as_directory(dataset) as (directory, fetch):
         _index_directory(options, directory, directory, fetch)
     return _print_duplicates(dataset)

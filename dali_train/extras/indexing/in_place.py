@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
@@ -52,6 +53,7 @@ from dali_train.data.dataset.image_file import (
 )
 from dali_train.data.dataset.index import INDEX_DTYPE, sizes_of
 from dali_train.data.dataset.manifest import (
+    SPLITS,
     InPlace,
     Manifest,
     SplitManifest,
@@ -332,19 +334,20 @@ def _index(task: IndexInPlace, state: Path, listing: _Listing) -> list[str]:
     report_bad_images(task.out, left_out, task.on_bad)
     report = {split: _report(each) for split, each in measured.items()}
     _write(task, listing, rows, measured, table, len(names), report)
+    indexed = {file for split, each in measured.items() for file in _sound(rows[split]["shard"], each).tolist()}
     lines = [
         f"{split}: {plural(count, 'image')}: {kind}" for split, kinds in report.items() for kind, count in kinds.items()
     ]
     return [
         *lines,
         *examine_index(task.out).summary(),
-        f"{task.out} indexes {plural(len(names), 'file')} in {listing.source}",
+        f"{task.out} indexes {plural(len(indexed), 'file')} in {listing.source}",
     ]
 
 
 def _report(measured: Measured) -> dict[str, int]:
     """Return what a conversion would have done -> to how many images."""
-    sound = np.delete(measured.rows, [*measured.bad])
+    sound = _sound(measured.rows, measured)
     counts = np.bincount(sound["format"], minlength=len(_FORMATS)).tolist()
     found = {
         **{
@@ -357,6 +360,11 @@ def _report(measured: Measured) -> dict[str, int]:
         "left out, see quarantine.jsonl": len(measured.bad),
     }
     return {kind: count for kind, count in found.items() if count}
+
+
+def _sound(values: NDArray[Any], measured: Measured) -> NDArray[Any]:
+    """Return those of the values of images, (N,), that are not of a bad one."""
+    return np.delete(values, [*measured.bad])
 
 
 def _check_out(out: Path) -> None:
@@ -474,6 +482,9 @@ def _write(
             index_crc32c=write_array(index_path(task.out, split), rows[split][order]),
             image_checksums_crc32c=write_array(checksums_path(task.out, split), found.rows["crc32c"][order]),
         )
+    for other in {*SPLITS} - {*splits}:  # of an earlier index
+        index_path(task.out, other).unlink(missing_ok=True)
+        checksums_path(task.out, other).unlink(missing_ok=True)
     files_crc32c = write_array(files_path(task.out), table)
     label_sets = next(iter(listing.splits.values())).label_sets
     options = {"dataset": task.name, "seed": None if task.keep_order else task.seed, "decode_check": task.decode}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -305,7 +306,7 @@ def _config_file(split: Split, root: str, output: Path, run_dir: str, choice: _C
     network = _network(choice, small)
     batch = 256 if len(split) >= 50_000 else 128 if len(split) >= 5_000 else 64
     data = "\n        ".join(images)
-    file, run = printable(str(output)), run_dir
+    file, run = printable(shlex.quote(str(output))), run_dir
     every = _evaluate_every(split, batch, choice.epochs)
     length = f"epochs={choice.epochs:g},  # {choice.epochs_reason}"
     if every > 1:
@@ -315,7 +316,7 @@ def _config_file(split: Split, root: str, output: Path, run_dir: str, choice: _C
 #
 #     dali-train plan --config {file}
 #     dali-train train --config {file}
-#     dali-train eval {printable(run)}
+#     dali-train eval {printable(shlex.quote(run))}
 #
 # Every setting is explained by `dali-train train --config {file} --help`.
 

@@ -30,6 +30,7 @@ from dali_train.data.dataset.image_file import (
     BadImageError,
     decode_failures,
     decode_rgb,
+    has_wide_samples,
     image_size,
 )
 from dali_train.data.dataset.index import Split, open_split
@@ -134,10 +135,10 @@ class _Classifier:
         content = _upright(path) if self.applies_orientation else read_limited(path, MAX_ENCODED_BYTES)
         try:
             sizes = np.array([image_size(content)], np.int32)
-            is_read = self.decoder == "pil" or not decode_failures([content], sizes)
+            is_read = not (has_wide_samples(content) if self.decoder == "pil" else decode_failures([content], sizes))
         except BadImageError:
             is_read = False
-        if not is_read:  # DALI refuses or misreads it: the pixels that a conversion makes of it, by PIL
+        if not is_read:  # DALI refuses or misreads it, or it has 16 bits: what a conversion makes of it, by PIL
             content = as_png(content)
         if self.decoder == "pil":
             decode_rgb(content)

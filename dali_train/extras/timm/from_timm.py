@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -609,7 +610,7 @@ def config_text(translation: Translation, root: str, output: Path) -> str:
     Config(**values)
     known = [name for name in get_type_hints(Config) if name in sections]
     body = "\n".join(_lines(f"{name.capitalize()}Config", name, sections[name], 4) for name in known)
-    file = printable(str(output))
+    file = printable(shlex.quote(str(output)))
     head = ["# From arguments of timm's train.py.", "#", f"#     dali-train plan --config {file}"]
     head.append(f"#     dali-train train --config {file}")
     if translation.lost:
