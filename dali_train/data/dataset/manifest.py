@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import tempfile
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -209,7 +210,8 @@ class Manifest:
             return _parse(directory / "dataset.json", f"{root}/dataset.json", copy_again(str(root)))
         path = directory / "dataset.json"
         try:
-            return _parse(path, str(path), f"restore it, or run `dali-train data index {directory}` to make it again")
+            command = f"dali-train data index {shlex.quote(str(directory))}"
+            return _parse(path, str(path), f"restore it, or run `{command}` to make it again")
         except FileNotFoundError:
             if not directory.is_dir():
                 raise DatasetError(
@@ -384,11 +386,7 @@ def order_classes(folders: Collection[str], order: ClassOrder = "name") -> list[
     Args:
         order: name: by code points, as torchvision does. natural: numbers by their value and regardless of case, as
             timm does (timm.utils.natural_key).
-
-    Raises:
-        DatasetError: see `check_spellings`.
     """
-    check_spellings(folders)
     by_name = sorted(folders)
     return sorted(by_name, key=_natural_key) if order == "natural" else by_name
 

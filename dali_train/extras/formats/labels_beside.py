@@ -27,6 +27,7 @@ _MAX_TABLE_BYTES = 1 << 28
 _MOST_TABLES = 50  # that are tried in a directory
 _OF_SPLITS = re.compile("partition|split|fold", re.IGNORECASE)
 _MOST_ROWS, _MOST_MISSES = 1000, 20  # that are compared with class folders
+_MOST_JSON_BYTES = 1 << 24  # of what is read whole, for a warning alone
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,21 @@ def warn_of_other_labels(root: Path, split: str) -> None:
     """
     finder = ImageFinder(root)
     for path in _tables_in(root, split_word(split)):
+        if path.suffix.lower() == ".json" and path.stat().st_size > _MOST_JSON_BYTES:
+            continue
         labels: dict[str, set[str]] = {}
         num_misses = 0
         with suppress(SourceError):  # it is no table of images
             table = Table.open(path)
             columns = _columns(table, finder.has)
+            if columns.label is None:
+                continue
             for row in islice(table.rows(columns), _MOST_ROWS):
                 inside = [found.removeprefix(f"{split}/") for found in finder.look(row.cells[columns.image].strip())]
                 num_misses += len(inside) != 1 or "/" not in inside[0]
                 if num_misses > _MOST_MISSES:
                     break
-                if len(inside) == 1 and columns.label is not None:
+                if len(inside) == 1:
                     labels.setdefault(inside[0].partition("/")[0], set()).add(label_in(row, columns))
         folder = next((folder for folder, its_labels in labels.items() if len(its_labels) > 1), None)
         if folder is not None:

@@ -29,6 +29,7 @@ from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceErr
 from dali_train.data.dataset.manifest import (
     SplitName,
     SplitWord,
+    check_spellings,
     number_classes,
     order_classes,
     read_class_names,
@@ -140,6 +141,7 @@ def _number_labels(
         names = read_class_names(class_names)
         return names, dict(number_classes(labels, names, class_names))
     is_numbered = all(label.isdecimal() for label in labels)
+    check_spellings(labels)
     names = classes or order_classes({*labels}, "natural" if is_numbered else "name")
     return names, {name: number for number, name in enumerate(names)}
 

@@ -334,7 +334,12 @@ def _described(classes: Sequence[str], passed_over: Counter[PassedOver]) -> str:
 def _with_common_labels(
     listed: Mapping[SplitName, _Listing], class_order: ClassOrder, class_names: Path | None
 ) -> Sources:
-    """Number the classes of all splits alike. Raises SourceError: a class without images, or of one split alone."""
+    """Number the classes of all splits alike.
+
+    Raises:
+        SourceError: a class without images, or of one split alone.
+        DatasetError: see `check_spellings`.
+    """
     refuse_shared([listing.beside for listing in listed.values() if listing.beside is not None])
     first = next(iter(listed))
     folders_there = listed[first].classes

@@ -297,7 +297,7 @@ def _measure_object(task: IndexInPlace, images: Sequence[Image]) -> Measured:
 def _is_read(name: str) -> bool:
     """Return whether an object is a tar, or of MDS."""
     leaf = name.rpartition("/")[2]
-    return not leaf.startswith(".") and (leaf.endswith(".tar") or leaf == "index.json" or ".mds" in leaf)
+    return not leaf.startswith(".") and (leaf.lower().endswith(".tar") or leaf == "index.json" or ".mds" in leaf)
 
 
 def _joined(parts: Iterator[Measured]) -> Measured:
@@ -334,7 +334,7 @@ def _index(task: IndexInPlace, state: Path, listing: _Listing) -> list[str]:
     report_bad_images(task.out, left_out, task.on_bad)
     report = {split: _report(each) for split, each in measured.items()}
     _write(task, listing, rows, measured, table, len(names), report)
-    indexed = {file for split, each in measured.items() for file in _sound(rows[split]["shard"], each).tolist()}
+    indexed = np.unique(np.concatenate([_sound(rows[split]["shard"], each) for split, each in measured.items()]))
     lines = [
         f"{split}: {plural(count, 'image')}: {kind}" for split, kinds in report.items() for kind, count in kinds.items()
     ]
