@@ -80,6 +80,10 @@ def test_archives_in_place_are_what_a_conversion_makes_of_them(
         one, other = (open_shards(split).read(np.arange(len(split))) for split in (ours, theirs))
         assert all((a == b).all() for a, b in zip(one, other, strict=True))
     assert main(["data", "verify", str(out)]) == 0
+    write_devkit(devkit, [SYNSETS[n * 3 % 5] for n in range(12)])
+    capsys.readouterr()
+    assert main(["data", "verify", str(out)]) == 1
+    assert f"{devkit} has changed since the labels were read from it: restore it" in capsys.readouterr().out
     # The training archive alone, of which a part can be held out.
     alone = ("data", "index", str(train), "--out", str(tmp_path / "alone"), "--validation-fraction", "0.25")
     assert main([*alone]) == 0

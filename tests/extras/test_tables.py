@@ -14,6 +14,7 @@ import pytest
 from dali_train import cli
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.errors import DatasetError
 from tests.conftest import REPOSITORY
 from tests.convert.files import (
     SYNSETS,
@@ -633,3 +634,46 @@ def test_tables_of_other_splits_are_named(tmp_path: Path, caplog: Any) -> None:
     assert cli.main(words) == 0
     assert labels(tmp_path / "index", "validation") == {"val.jpg": "cat"}
     assert "train.csv: beside it, and not read: test.csv" in caplog.text
+
+
+NAMED = "file,label\na.jpg,cat\nb.jpg,dog\n"
+# The images, the tables, what is indexed, and the table in which a label is corrected later.
+CORRECTED = {
+    "the table that is named": (["a.jpg", "b.jpg"], {"train.csv": NAMED}, "train.csv", "train.csv"),
+    "one beside it": (
+        ["a.jpg", "b.jpg", "0.jpg", "1.jpg", "2.jpg"],
+        {"train.csv": NAMED, "val.csv": ANSWERS},
+        "train.csv",
+        "val.csv",
+    ),
+    "one in a split": ([*TRAIN, *FLAT], {"val/labels.csv": ANSWERS}, ".", "val/labels.csv"),
+    "one above what is named": (
+        [f"deep/{path}" for path in (*TRAIN, *FLAT)],
+        {"val.csv": ANSWERS},
+        "deep",
+        "val.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CORRECTED)
+def test_labels_that_are_corrected_after_the_index(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a run nor `verify` goes on with the old ones; where the table is gone, the index has its labels."""
+    images, tables, source, name = CORRECTED[case]
+    root, out = tmp_path / "photos", tmp_path / "index"
+    put(root, images, tables)
+    words = ["data", "index", str(root / source), "--out", str(out)]
+    assert cli.main(words) == 0 and cli.main(["data", "verify", str(out)]) == 0
+    before = labels(out, "train")
+    (root / name).write_text(tables[name].replace("cat", "dog", 1))
+    with pytest.raises(DatasetError, match=f"{name} has changed since the labels were read from it: restore it, or"):
+        Split(out, "train")
+    capsys.readouterr()
+    assert cli.main(["data", "verify", str(out)]) == 1
+    assert f"{name} has changed since the labels were read from it" in capsys.readouterr().out
+    assert cli.main(words) == 0 and cli.main(["data", "verify", str(out)]) == 0
+    (root / name).unlink()
+    assert cli.main(["data", "verify", str(out)]) == 0
+    assert (labels(out, "train") == before) == (name != "train.csv")

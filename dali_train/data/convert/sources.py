@@ -32,7 +32,7 @@ from dali_train.data.dataset.passed_over import PassedOver, warn_passed_over
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
-from dali_train.files import write_atomically
+from dali_train.files import sha256, write_atomically
 
 GROUPED = Extra[Callable[..., NDArray[np.bool_]]]("dali_train.extras.grouping:held_out_groups", "--group-by")
 # What numpy and zipfile raise for arrays that are missing, or that a power failure or a bit that flipped has spoilt;
@@ -106,17 +106,28 @@ class Images:
     label_sets: Sequence[tuple[int, ...]] | None = None  # with several labels an image, what `labels` number
     num_bytes: int  # of all images together, as the source holds them
     passed_over: Counter[PassedOver]  # also logged as a warning
+    labels_from: Mapping[Path, str]  # the SHA-256 of each file, without images, that the labels were read from
     _whole: "Images | None" = None  # of a part of a listing
 
-    def __init__(self, source: Source, root: Path | str, *, kept: Path | None = None, **facts: object) -> None:
+    def __init__(
+        self,
+        source: Source,
+        root: Path | str,
+        *,
+        kept: Path | None = None,
+        labels_from: Iterable[Path] = (),
+        **facts: object,
+    ) -> None:
         """List a source, and warn of what is passed over in it.
 
         Args:
             root: the file or directory that holds it; image/filename of a record is relative to it.
             kept: the file of `keep`, from which the listing is taken if it is there; None: it is never kept.
+            labels_from: see the attribute.
             facts: further values that identify it.
         """
         self._source, self._root, self._kept = source, root, kept
+        self.labels_from = {path: sha256(path) for path in labels_from}
         self._rows: NDArray[np.int64] | None = None  # the numbers of the listed images that count; None: all do
         if kept is None or not self._load(kept):
             self._list(source)

@@ -10,10 +10,12 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.passed_over import is_hidden
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.errors import DatasetError
+from dali_train.files import sha256
 from dali_train.runtime.object_store import Bucket, StoredObject, is_remote, plain_etag
 from dali_train.text import printable
 
@@ -103,10 +106,19 @@ class SourceFiles:
         table: see `is_table`.
         num_files: how many rows are files.
         remedy: for messages.
+        labels_from: see `InPlace`.
     """
 
-    def __init__(self, source: str, table: NDArray[np.void], num_files: int, remedy: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        table: NDArray[np.void],
+        num_files: int,
+        remedy: str,
+        labels_from: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.source, self.remedy = source, remedy
+        self._labels_from = labels_from
         self._table, self._num_files = table, num_files
         self.num_bytes: NDArray[np.uint64] = table["num_bytes"]
 
@@ -187,6 +199,7 @@ class SourceFiles:
         """
         if is_remote(self.source):
             return
+        self._check_labels()
         self._check_directories()
         newer = []
         for number in np.unique(np.linspace(0, len(self) - 1, min(len(self), _MOST_CHECKED)).astype(np.int64)).tolist():
@@ -219,6 +232,14 @@ class SourceFiles:
                 "its labels are not; unless it was only copied, %s",
                 *(printable(unsure), self.remedy),
             )
+
+    def _check_labels(self) -> None:
+        """Compare the files that the labels were read from. One that is gone is no fault: the index has its labels."""
+        for name, expected in self._labels_from.items():
+            path = Path(self.source, name)
+            with suppress(OSError):
+                if sha256(path) != expected:
+                    raise self._fault(str(path), "has changed since the labels were read from it: restore it")
 
     def _check_directories(self) -> None:
         rows = self._table[["name", "time"]][self._num_files :].tolist()

@@ -341,7 +341,7 @@ class Split:
         if not is_table(table.dtype) or len(table) < in_place.num_files:
             raise DatasetError(f"{self._shown(path)} is not a table of {in_place.num_files} files: {self._remedy}")
         self._remedy = f"index {printable(source)} again"
-        return SourceFiles(source, table, in_place.num_files, self._remedy)
+        return SourceFiles(source, table, in_place.num_files, self._remedy, in_place.labels_from)
 
     def _open_array(self, path: Path, num_rows: int | None, dtype: np.dtype[Any] | None) -> NDArray[Any]:
         """Map an array of that many rows, or of any."""

@@ -124,6 +124,15 @@ class InPlace:
     source: Annotated[str, Rule("a directory or a URL", pattern=r"[^\0]+")]  # a path may be relative to dataset.json's
     num_files: Count  # that were listed; the table goes on with what else is in their directories, and with these
     files_crc32c: Checksum  # of index/files.npy
+    # The tables, or ImageNet's development kit, that the labels were read from -> SHA-256. Paths are below the source,
+    # or absolute.
+    labels_from: Annotated[
+        dict[
+            Annotated[str, Rule("a path", pattern=r"[^\0]+")],
+            Annotated[str, Rule("a SHA-256 in hex digits", pattern="[0-9a-f]{64}")],
+        ],
+        Rule("an object with a SHA-256 for each path"),
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ def imagenet(
             train,
             kept=kept_listing(kept_in, "train", train, devkit),
         )
-    if validation is not None:
+    if validation is not None and devkit is not None:
         label_of = {synset: label for label, synset in enumerate(synsets)}
         labels = [label_of[synset_of_id[number]] for number in validation_ids]
         archive = Archive(validation)
@@ -72,6 +72,7 @@ def imagenet(
             ImageFiles(partial(_validation_images, archive, labels), archive.read),
             validation,
             kept=kept_listing(kept_in, "validation", validation, devkit, train),
+            labels_from=(devkit,),
         )
     return sources, synsets
 

@@ -103,7 +103,10 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
             parts.setdefault("train", []).append(PassedOver("", TEST_SPLIT))
     parts["train" if "train" in parts else next(iter(parts))] += [PassedOver("", _ABSENT)] * reader.num_absent
     read = Directory(path.parent).read
-    images = {split: Images(ImageFiles(part.copy, read), path.parent) for split, part in parts.items()}
+    images = {
+        split: Images(ImageFiles(part.copy, read), path.parent, labels_from=reader.tables)
+        for split, part in parts.items()
+    }
     sets.resolve(images)
     return hold_out(images, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
 
@@ -174,6 +177,7 @@ class _Reader:
         self.has_several = self._separator is not None or options.multi_hot
         self.classes: list[str] = []  # with --multi-hot
         self.num_absent = 0  # rows of labels that an image does not have
+        self.tables: list[Path] = []
         self._images: dict[str, _Row] = {}
         self._seen: dict[str, str] = {}  # file -> where
 
@@ -184,6 +188,7 @@ class _Reader:
     def read(self, path: Path, word: SplitWord | None = None) -> None:
         """Read a table, whose images are all of one split if `word` names it. Raises SourceError: see `table`."""
         options, read = self._options, Table.open(path)
+        self.tables.append(path)
         columns = find_columns(
             read,
             image_key=options.image_key,

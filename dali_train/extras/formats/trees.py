@@ -233,7 +233,8 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
             if folder not in numbers and not has_files:
                 yield PassedOver(folder, EMPTY)
 
-    listed = Images(ImageFiles(images, container.read), container.path)
+    tables = () if beside is None else (beside.table,)
+    listed = Images(ImageFiles(images, container.read), container.path, labels_from=tables)
     if len(numbers) > 1:
         leaves.clear()
     below = {folder for folder in deeper if len(folder) > 1}

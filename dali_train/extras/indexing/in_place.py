@@ -496,7 +496,16 @@ def _write(
         label_base=0,
         splits=splits,
         conversion={"options": options, "report": dict(report)},
-        in_place=InPlace(source=listing.source, num_files=num_files, files_crc32c=files_crc32c),
+        in_place=InPlace(
+            source=listing.source,
+            num_files=num_files,
+            files_crc32c=files_crc32c,
+            labels_from={
+                str(path.relative_to(listing.root) if path.is_relative_to(listing.root) else path): digest
+                for images in listing.splits.values()
+                for path, digest in images.labels_from.items()
+            },
+        ),
         label_sets=None if label_sets is None else sets_text(label_sets),
         format_version=1 if label_sets is None else 2,
     ).write(task.out)
