@@ -45,8 +45,14 @@ def teacher_file(tmp_path: Path) -> tuple[str, nn.Module]:
     return str(path), teacher
 
 
-def test_the_teacher_sees_the_images_as_it_was_trained(teacher_file: tuple[str, nn.Module]) -> None:
+@pytest.mark.parametrize("described", [False, True])
+def test_the_teacher_sees_the_images_as_it_was_trained(teacher_file: tuple[str, nn.Module], described: bool) -> None:
+    """As timm's model was, or as the description beside its weights says."""
     path, teacher = teacher_file
+    if described:
+        teacher.pretrained_cfg.update(mean=[0.5, 0.25, 0.75], std=[0.1, 0.2, 0.3])
+        own = {name: teacher.pretrained_cfg[name] for name in ("mean", "std")}
+        Path(path).with_name("config.json").write_text(json.dumps({"pretrained_cfg": own}))
     settings = LossConfig(distillation="hard", distillation_weight=1.0, teacher="test_resnet", teacher_weights=path)
     ours = Teacher(config_with(settings), CLASSES, torch.device("cpu"))
     pixels = torch.rand(4, 3, 32, 32)

@@ -214,6 +214,18 @@ def test_which_network_weights_are_for(described: Path) -> None:
     published = describe_weights("timm/vit_base_patch16_224.augreg_in1k", None)
     assert published.model == "vit_base_patch16_224" and published.normalise == "inception"
     assert describe_weights("resnet18.a1_in1k", None).interpolation == "bicubic"
+    assert describe_weights(file, None).normalise == "inception", "timm's"
+    trained_with: dict[str, object] = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    for more, interpolation in (
+        ({}, "bicubic"),
+        ({"interpolation": "bilinear"}, "bilinear"),
+        ({"std": [1]}, "bicubic"),
+    ):
+        own = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {**trained_with, **more}}
+        (described / "config.json").write_text(json.dumps(own))
+        found = describe_weights(file, None)
+        assert found.interpolation == interpolation
+        assert found.normalise == "imagenet" or "std" in more
     (described / "config.json").unlink()
     for weights, message in ((file, "--model"), (str(described / "gone.pth"), "no such file"), ("resnet7", "timm")):
         with pytest.raises(ConfigError, match=message):

@@ -1,6 +1,7 @@
 """Compiled models and recomputed activations: the same numbers for a micro-batch, whatever ran before."""
 
 import contextvars
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.layers import is_fast_norm
 from torch import nn
 from torch._dynamo.utils import counters
@@ -347,7 +349,7 @@ def test_the_state_of_an_optimizer_that_reads_numbers_of_tensors_is_foreseen(tin
 
 
 @pytest.mark.thorough
-def test_a_plan_says_what_fits(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_what_fits(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ["plan", "--config", str(tiny_config)]
     assert main([*config, "--gpu-memory", "16", "--world-size", "2"]) == 0
     assert (
@@ -366,7 +368,12 @@ def test_a_plan_says_what_fits(tiny_config: Path, capsys: pytest.CaptureFixture[
         assert main([*config, *words]) == 2 and message in capsys.readouterr().err
     assert main([*config, "--data.normalise", "127.5,127.5,127.5", "50,50,50"]) == 0
     printed = capsys.readouterr().out
-    assert "vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.normalise has (50, 50, 50)" in printed
+    assert "timm's vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.normalise has (50, 50, 50)" in printed
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3}}))
+    words = ["--data.normalise", "127.5,127.5,127.5", "50,50,50", "--model.weights", str(tmp_path / "w.safetensors")]
+    save_file(build_model(load_config(tiny_config), 5, torch.device("cpu")).state_dict(), words[-1])
+    assert main([*config, *words]) == 0
+    assert f"config.json beside {words[-1]} has std (63.75, 63.75, 63.75), data." in capsys.readouterr().out
 
 
 def test_pure_half_precision_has_no_exceptions(tiny_config: Path) -> None:

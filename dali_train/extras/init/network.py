@@ -10,12 +10,10 @@ import timm
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.config.sections import NORMALISATIONS
 from dali_train.errors import ConfigError
-from dali_train.files import ForeignFileError, read_json
 from dali_train.training.model_arguments import is_model
-from dali_train.training.pretrained import is_path
+from dali_train.training.pretrained import description_beside, is_path, preprocessing_beside
 from dali_train.training.weight_files import is_timms_hub_name
 
-_LARGEST_DESCRIPTION = 10_000_000  # bytes
 Triple = tuple[float, float, float]
 
 
@@ -56,34 +54,26 @@ def describe_weights(weights: str, model: str | None) -> Pretrained:
                 normalise=config.data.normalise,
                 interpolation=interpolation,
             )
-    name = model or _described_beside(path) or _named_by(path)
+    architecture = description_beside(weights).get("architecture")
+    described = architecture if isinstance(architecture, str) and is_model(architecture) else None
+    name = model or described or _named_by(path)
     if name is None:
         raise ConfigError(
             f"--weights {weights}: its name begins with no timm model's, and no config.json beside it says which "
             "network it is for: name it with --model"
         )
-    return Pretrained(weights=weights, model=name, **_preprocessing(name))
+    return Pretrained(weights=weights, model=name, **_preprocessing(name, preprocessing_beside(weights)))
 
 
 def _of_timm(weights: str, model: str | None) -> Pretrained:
     if ":" in weights:  # hf-hub: and local-dir:, whose architecture timm reads
         if model is None:
             raise ConfigError(f"--weights {weights}: name its network with --model, a timm name")
-        return Pretrained(weights=weights, model=model, **_preprocessing(model))
+        return Pretrained(weights=weights, model=model, **_preprocessing(model, {}))
     name = weights.removeprefix("timm/").partition(".")[0]
     if not is_model(name):
         raise ConfigError(f"--weights {weights}: neither a file, a run directory, nor a timm model")
-    return Pretrained(weights=weights, model=model or name, **_preprocessing(weights.removeprefix("timm/")))
-
-
-def _described_beside(file: Path) -> str | None:
-    """Return the architecture in timm's config.json beside a file of weights, as `export` writes it."""
-    try:
-        description = read_json(file.parent / "config.json", _LARGEST_DESCRIPTION)
-    except (OSError, ForeignFileError):
-        return None
-    name = description.get("architecture")
-    return name if isinstance(name, str) and is_model(name) else None
+    return Pretrained(weights=weights, model=model or name, **_preprocessing(weights.removeprefix("timm/"), {}))
 
 
 def _named_by(file: Path) -> str | None:
@@ -93,13 +83,15 @@ def _named_by(file: Path) -> str | None:
     return max(beginnings, key=len, default=None)
 
 
-def _preprocessing(name: str) -> dict[str, Any]:
+def _preprocessing(name: str, described: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings as `described`, else those of timm's model `name`."""
     cfg = timm.get_pretrained_cfg(name)
-    if cfg is None:
+    own = {**(cfg.to_dict() if cfg is not None else {}), **described}
+    if not {"mean", "std"} <= {*own}:
         return {}
-    mean, std = (tuple(round(255 * value, 4) for value in values) for values in (cfg.mean, cfg.std))
+    mean, std = (tuple(round(255 * value, 4) for value in own[name]) for name in ("mean", "std"))
     known = [key for key, value in NORMALISATIONS.items() if _equal(value[0], mean) and _equal(value[1], std)]
-    interpolation = cfg.interpolation if cfg.interpolation in ("bilinear", "bicubic") else "bilinear"
+    interpolation = own["interpolation"] if own.get("interpolation") in ("bilinear", "bicubic") else "bilinear"
     return {"normalise": known[0] if known else (mean, std), "interpolation": interpolation}
 
 
