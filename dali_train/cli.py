@@ -59,6 +59,7 @@ EXTRA_COMMANDS: Sequence[Extra[Callable[[Commands], None]]] = (
     Extra("dali_train.extras.fit:add_fit_command"),
     Extra("dali_train.extras.plan:add_plan_command"),
     Extra("dali_train.extras.doctor:add_doctor_command"),
+    Extra("dali_train.extras.probe:add_probe_command"),
     Extra("dali_train.extras.export:add_export_command"),
     Extra("dali_train.extras.predict:add_predict_command"),
     Extra("dali_train.extras.report:add_diff_command"),

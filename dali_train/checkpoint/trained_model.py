@@ -82,9 +82,8 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     loaded = load_chosen(resolve_checkpoint(run_dir, checkpoint))
     names = tuple(loaded.values.class_names or read_manifest(config.data).class_names)
     used: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
-    plain = replace(config.model, freeze=(), compile="none", activation_checkpointing=False, channels_last=False)
-    model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), used)
-    model.pretrained_cfg = _input_config(model, config, names)
+    model: Any = model_from(loaded, with_plain_model(config), len(names), torch.device("cpu"), used)
+    model.pretrained_cfg = input_config(model, config, names)
     model.applies_orientation = loaded.values.applies_orientation  # which timm's description cannot say
     model.several_labels = loaded.values.several_labels
     return TrainedModel(
@@ -111,7 +110,13 @@ def check_registered(model: ModelConfig, run_dir: Path) -> None:
         )
 
 
-def _input_config(model: nn.Module, config: Config, class_names: tuple[str, ...]) -> dict[str, Any]:
+def with_plain_model(config: Config) -> Config:
+    """Return the config of the model without what only makes its training faster or smaller."""
+    plain = replace(config.model, freeze=(), compile="none", activation_checkpointing=False, channels_last=False)
+    return replace(config, model=plain)
+
+
+def input_config(model: nn.Module, config: Config, class_names: tuple[str, ...]) -> dict[str, Any]:
     """Return timm's description of `model`, with the facts on layers from timm and those on images from `config`."""
     data = config.data
     of_layers = ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")

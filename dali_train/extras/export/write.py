@@ -8,7 +8,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import EvalResult, ModelCardData
 from safetensors import SafetensorError
 from timm.models import save_for_hf
+from torch import nn
 
 from dali_train.checkpoint.recipe import saved_recipe
 from dali_train.checkpoint.run_directory import LIBRARIES, MANIFEST, RunDirectory, local_run
@@ -228,15 +229,7 @@ def commands(run: RunDirectory, step: int) -> str:
 def _export_timm(trained: TrainedModel, output: Path) -> Logits:
     """Write what ``timm.create_model("local-dir:OUTPUT", pretrained=True)`` and model.weights read."""
     try:
-        save_for_hf(
-            trained.model,
-            output,
-            safe_serialization=True,
-            model_args=trained.config.model.kwargs,
-            model_config={"label_names": list(trained.class_names)},
-        )
-        # safetensors writes a temporary file that only its owner may read, and renames it.
-        shutil.copymode(output / "config.json", output / "model.safetensors")
+        save_timm(trained.model, output, trained.config.model.kwargs, trained.class_names)
     except AttributeError as error:
         raise ConfigError(
             f"--format timm: timm cannot describe {trained.config.model.name}: {error}; set this attribute on the "
@@ -244,6 +237,14 @@ def _export_timm(trained: TrainedModel, output: Path) -> Logits:
         ) from error
     loaded: Logits = timm.create_model(f"local-dir:{output}", pretrained=True).eval()
     return loaded
+
+
+def save_timm(model: nn.Module, output: Path, kwargs: Mapping[str, Any], class_names: Sequence[str]) -> None:
+    """Write config.json and model.safetensors. Raises AttributeError: timm cannot describe the model."""
+    described = {"label_names": list(class_names)}
+    save_for_hf(model, output, safe_serialization=True, model_args=dict(kwargs), model_config=described)
+    # safetensors writes a temporary file that only its owner may read, and renames it.
+    shutil.copymode(output / "config.json", output / "model.safetensors")
 
 
 def _export_onnx(trained: TrainedModel, output: Path) -> Logits:

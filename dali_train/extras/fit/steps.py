@@ -1,8 +1,10 @@
 """The steps of `dali-train fit`, each of which is another command, and what is kept so that it can go on.
 
 ``RUN/fit.json`` says what was asked for; a step is done when what it makes is there: ``RUN/dataset/dataset.json``,
-``RUN/fit.py``, a run that has finished, ``RUN/mistakes.png``, ``RUN/export/timm``. If what it was made of has changed
-since, that is an error. Whatever ends a step, the same command does it again, and each of them resumes.
+``RUN/fit.py``, ``RUN/probe``, a run that has finished, ``RUN/mistakes.png``, ``RUN/export/timm``. If what it was made
+of has changed since, that is an error. Whatever ends a step, the same command does it again, and each of them resumes.
+
+Pretrained weights are first given the classifier of a linear probe, with which training begins.
 """
 
 import argparse
@@ -30,9 +32,10 @@ from dali_train.data.dataset.index import Split, read_manifest
 from dali_train.data.dataset.manifest import CONTENT, Manifest, split_folders_among, splits_of_words
 from dali_train.errors import ConfigError, NoDatasetError
 from dali_train.extras.formats.tables import has_validation
+from dali_train.extras.probe import REPORT
 from dali_train.files import ForeignFileError, read_json, sha256, write_atomically
 from dali_train.runtime.object_store import is_remote
-from dali_train.runtime.status import FINISHED, START_AGAIN, best_evaluation, decisive, read_status
+from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN, best_evaluation, decisive, read_status
 from dali_train.text import duration, plural, printable, shell_command
 
 _FRACTION = 0.2
@@ -47,6 +50,7 @@ _NOT_FOR_TRAIN = {
     "run.dir": "trains in --out: name the directory there",
     "data.root": "makes the dataset of SOURCE: name images, an index or a dataset there",
     "run.epochs": "chooses a warmup and evaluations to go with it: use --epochs",
+    "model.weights": "begins with a probe of them: use --weights",
 }
 """Settings that `fit` chooses itself, and what to use instead."""
 
@@ -57,6 +61,7 @@ class Step:
 
     words: list[str]
     is_done: Callable[[], bool]
+    is_needed: bool = True  # else the others go on without what it makes
 
 
 class Fit:
@@ -89,12 +94,14 @@ class Fit:
         steps = list(self._steps())
         for number, step in enumerate(steps, 1):
             is_done = step.is_done()
-            words = step.words if is_done else self._with_time_left(step.words)
+            words = step.words if is_done else self._as_of_now(step.words)
             print(f"[{number}/{len(steps)}] {_shown(words)}{'  (done before)' if is_done else ''}", flush=True)
             if is_done:
                 continue
             status = _run(words)
-            if status != FINISHED:
+            if status == MISTAKE and not step.is_needed:
+                print("the next steps go on without it")
+            elif status != FINISHED:
                 return self._interrupted(status, words)
         print(f"\n{self._summary()}")
         return FINISHED
@@ -174,6 +181,9 @@ class Fit:
         if options.seconds is not None:
             words += ["--for", f"{options.seconds:.0f}s", *processes]
         yield Step(words, config.exists)
+        if self._is_probed:
+            words = ["probe", "--config", str(config), "--output", str(self._probe), *self._overrides]
+            yield Step(words, (self._probe / REPORT).exists, is_needed=False)
         yield Step(["train", "--config", str(config), *processes, *self._overrides], self._is_trained)
         mistakes = out / MISTAKES
         yield Step(["predict", str(out), "--mistakes", str(mistakes)], mistakes.exists)
@@ -206,15 +216,33 @@ class Fit:
 
         run = RunDirectory(self._out)
         file, size = self._out / "fit.py", run.config.batch.micro_batch
-        config = config_with(file, self._overrides, "dali-train fit", micro_batch=lambda *_: size)  # where it is auto
+        words = [*self._overrides, *self._weights_of_probe()]
+        config = config_with(file, words, "dali-train fit", micro_batch=lambda *_: size)  # where it is auto
         if changes := changes_of_result(run, config):
             raise ConfigError(
                 f"{self._out} has finished with another recipe or evaluation than {file} and the dataset have now "
                 f"({'; '.join(changes)}): undo the change, or name another directory with --out"
             )
 
-    def _with_time_left(self, words: list[str]) -> list[str]:
-        """Return the command of a step with what is left of --for, which counts from the start of `fit`."""
+    @property
+    def _probe(self) -> Path:
+        return self._out / "probe"
+
+    @property
+    def _is_probed(self) -> bool:
+        several_labels = any(self._of_index[name] for name in ("label_separator", "multi_hot", "several_labels"))
+        return self._options.weights is not None and not several_labels
+
+    def _weights_of_probe(self) -> list[str]:
+        """Return the setting of the weights with the probe's classifier, if there are such."""
+        file = self._probe / "model.safetensors"
+        return ["--model.weights", str(file)] if (self._probe / REPORT).exists() else []
+
+    def _as_of_now(self, words: list[str]) -> list[str]:
+        """Return the command of a step with what is left of --for, which counts from the start of `fit`, and with the
+        probe's weights."""
+        if words[0] == "train":
+            return [*words, *self._weights_of_probe()]
         if words[0] != "init" or "--for" not in words:
             return words
         at = words.index("--for") + 1
@@ -242,6 +270,9 @@ class Fit:
             if "mean_ap" in best:  # several labels an image
                 measure = f"mAP {decisive(best, 'mean_ap'):.2%}"
             lines[0] += f": {measure} of {of} (step {best['step']})"
+        if (self._probe / REPORT).exists():
+            top1 = read_json(self._probe / REPORT, _LARGEST_NOTE)["top1"]
+            lines[0] += f"; a linear classifier of the features that it began with: {top1:.2%}"
         table = {
             "model and card": f"{out}/export/timm",
             "mistakes": f"{out}/{MISTAKES}" if (self._out / MISTAKES).exists() else "none",

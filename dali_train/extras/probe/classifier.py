@@ -1,0 +1,163 @@
+"""A linear probe: logistic regression on the features of a network whose weights stay as they are.
+
+It takes one pass over the images, without augmentation, and is what fine-tuning has to surpass (Kornblith et al.,
+arXiv 1805.08974). Fine-tuning that begins with its classifier distorts the features less (Kumar et al., arXiv
+2202.10054).
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from dali_train.checkpoint.state import first_weights
+from dali_train.checkpoint.trained_model import input_config, with_plain_model
+from dali_train.config import Config
+from dali_train.data.convert.sources import held_out
+from dali_train.data.dataset.index import Split, open_split
+from dali_train.data.loading.loader_arguments import Place, pixels_for
+from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.data.progress import Progress
+from dali_train.errors import ConfigError, RunError
+from dali_train.extras.export.write import save_timm
+from dali_train.extras.probe import REPORT
+from dali_train.files import write_atomically
+from dali_train.text import plural, printable
+from dali_train.training.model import build_model
+from dali_train.training.pretrained import classifiers
+
+_MOST_IMAGES = 20_000  # to fit to: more take the regression minutes
+_BATCH = 64
+_STRENGTHS = 10.0 ** np.arange(-4, 3)  # C of scikit-learn, for features of variance 1
+_HELD_OUT = 0.2  # of each class, to choose among them
+_MOST_STEPS = 1000  # of L-BFGS
+
+
+class _Features(NamedTuple):
+    values: NDArray[np.float32]  # (images, width)
+    labels: NDArray[np.int64]
+
+
+def probe(config: Config, output: Path | None) -> str:
+    """Fit the classifier, write the network with it into `output`, and return what to print.
+
+    Raises:
+        ConfigError: there are no model.weights, they do not fit, the images have several labels each or are of one
+            class, or the network has not one linear classifier.
+        DatasetError: there is no validation split.
+        RunError: `output` cannot be written.
+    """
+    if config.model.weights is None:
+        raise ConfigError(
+            "model.weights is None, and a probe is of pretrained weights: name them, --model.weights FILE"
+        )
+    train = open_split(config.data, "train")
+    train.require_one_label()
+    place = Place.find(None, None, None, None, config.data.num_threads)
+    tensors = first_weights(config.model, train.manifest.class_names)
+    config = with_plain_model(config)
+    model = build_model(config, train.num_classes, place.device, with_weights=True, tensors=tensors).eval()
+    layer = _classifier(model, config.model.name)
+    chosen = _chosen(train)
+    fitted = _features(model, layer, train, chosen, config, place)
+    weight, bias = _fit(fitted, train.num_classes, config.data.seed)
+    validation = open_split(config.data, "validation")
+    images = _features(model, layer, validation, np.arange(len(validation)), config, place)
+    top1 = float(np.mean((images.values @ weight.T + bias).argmax(axis=1) == images.labels))
+    text = f"a linear classifier, fitted to the features of {len(chosen):,} of {plural(len(train), 'image')}: "
+    text += f"top-1 {top1:.2%} of {plural(len(validation), 'validation image')}"
+    if output is None:
+        return text
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(weight))
+        layer.bias.copy_(torch.from_numpy(bias))
+    _write(model, config, train, output, {"top1": top1, "num_images": len(validation), "num_fitted": len(chosen)})
+    return f"{text}\n{printable(str(output))}: the network with this classifier"
+
+
+def _classifier(model: nn.Module, name: str) -> nn.Linear:
+    """Return the layer of the classes. Raises ConfigError: the network has not one linear layer for them."""
+    names = classifiers(getattr(model, "pretrained_cfg", None))
+    layer = model.get_submodule(names[0]) if len(names) == 1 else None
+    if not isinstance(layer, nn.Linear) or layer.bias is None:
+        raise ConfigError(f"model.name is {name}, which has not one linear classifier with a bias: use another network")
+    return layer
+
+
+def _chosen(split: Split) -> NDArray[np.int64]:
+    """Return the images to fit to: all, or of each class as large a share, in the order of the index."""
+    labels = split.rows["label"]
+    if len(split) <= _MOST_IMAGES:
+        return np.arange(len(split))
+    return np.flatnonzero(held_out(labels, _MOST_IMAGES / len(split), seed=0))
+
+
+def _features(
+    model: nn.Module, layer: nn.Linear, split: Split, numbers: NDArray[np.int64], config: Config, place: Place
+) -> _Features:
+    """Return what the classifier gets for images of a split, as an evaluation prepares them."""
+    pixels = pixels_for(config.data, place.device, place.num_threads, torch.float32, channels_last=False)
+    batches = [numbers[first : first + _BATCH] for first in range(0, len(numbers), _BATCH)]
+    pipeline = EvaluationPipeline(split, batches, config.data, pixels)
+    values: list[NDArray[np.float32]] = []
+    hook = layer.register_forward_pre_hook(lambda _, inputs: values.append(inputs[0].float().cpu().numpy()))
+    with hook, torch.inference_mode(), Progress(f"features of {split.name}", total=len(numbers), unit="images") as bar:
+        for batch in batches:
+            images, _ = pipeline.run()
+            model(images.to(place.device))
+            bar.update(len(batch))
+    return _Features(np.concatenate(values), split.rows["label"][numbers].astype(np.int64))
+
+
+def _fit(fitted: _Features, num_classes: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the classifier's weights (classes, width) and biases (classes,), with the regularisation that is best for
+    a held-out fifth of each class. Raises ConfigError: all images are of one class."""
+    if len(np.unique(fitted.labels)) < 2:
+        raise ConfigError("all training images are of one class: a classifier needs two")
+    scaler = StandardScaler().fit(fitted.values)
+    values, labels = scaler.transform(fitted.values), fitted.labels
+    other = held_out(labels.astype(np.int32), _HELD_OUT, seed=seed)
+    strength = 1.0
+    if other.any():
+        losses = {}
+        for tried in _STRENGTHS.tolist():
+            regression = _regression(values[~other], labels[~other], tried)
+            probabilities = regression.predict_proba(values[other])
+            losses[tried] = log_loss(labels[other], probabilities, labels=regression.classes_)
+        strength = min(losses, key=losses.__getitem__)
+    regression = _regression(values, labels, strength)
+    coefficients, intercepts = regression.coef_, regression.intercept_
+    if len(regression.classes_) == 2:  # of which scikit-learn has the second one's
+        coefficients, intercepts = (np.concatenate([-each, each]) / 2 for each in (coefficients, intercepts))
+    weight = np.zeros((num_classes, values.shape[1]), dtype=np.float32)
+    bias = np.full(num_classes, intercepts.min(), dtype=np.float32)  # of classes without an image
+    weight[regression.classes_] = coefficients / scaler.scale_
+    bias[regression.classes_] = intercepts - (coefficients * (scaler.mean_ / scaler.scale_)).sum(axis=1)
+    return weight, bias
+
+
+def _regression(values: NDArray[np.float32], labels: NDArray[np.int64], strength: float) -> LogisticRegression:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # nearly unregularised ones, which are not chosen
+        return LogisticRegression(C=strength, max_iter=_MOST_STEPS).fit(values, labels)
+
+
+def _write(model: Any, config: Config, split: Split, output: Path, report: Mapping[str, float]) -> None:
+    class_names = split.manifest.class_names
+    model.pretrained_cfg = input_config(model, config, class_names)
+    try:
+        save_timm(model, output, config.model.kwargs, class_names)
+        write_atomically(output / REPORT, (json.dumps(report) + "\n").encode())  # last: without it nothing is there
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{output} cannot be written ({error}): name another directory with --output") from error
