@@ -335,6 +335,34 @@ def test_broken_parquet(tmp_path: Path, content: Any, options: Options, place: s
     assert f"{path}{place}: " in error and message in error
 
 
+# Files, and what is said of them below the source; None: they are read.
+PLACES: dict[str, tuple[list[str], str | None]] = {
+    "the hub's": (["data/train-0-of-2", "data/train-1-of-2", "data/test-0-of-1"], None),
+    "a directory each split": (["train/0", "train/1", "test/0"], None),
+    "configurations": (
+        ["default/train-0", "default/test-0", "small/train-0", "small/test-0"],
+        "{0}/default and {0}/small both have files of one split, as configurations of a repository on the Hub do, and "
+        "an image of both would count twice: name one (--source {0}/default), or put the files",
+    ),
+    "configurations of splits": (["default/train/0", "default/test/0", "small/train/0"], "{0}/default and {0}/small b"),
+    "without splits": (["data/0", "other/0"], "{0}/data and {0}/other both"),
+    "one inside": (["train-0", "small/train-0"], "(--source {0}/small)"),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_where_files_of_parquet_lie(case: str, tmp_path: Path) -> None:
+    names, message = PLACES[case]
+    for number, name in enumerate(names):
+        (path := tmp_path / f"{name}.parquet").parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table([number]), path)
+    if message is None:
+        splits, _ = load("parquet", tmp_path)
+        assert {split: len(source.labels) for split, source in splits.items()} == {"train": 2, "validation": 1}
+    else:
+        assert message.format(tmp_path) in error_of("parquet", tmp_path)
+
+
 def test_columns_of_parquet_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are said once; what divides two files of one split is refused, too."""
     for split in ("train", "test"):

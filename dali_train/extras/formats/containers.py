@@ -13,7 +13,9 @@ each column of no fixed size, then the columns' values.
 """
 
 import mmap
+import os
 import re
+import shlex
 import struct
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -181,14 +183,17 @@ def parquet(options: Namespace) -> Sources:
     in_columns: dict[
         SplitWord | None, set[tuple[str, object]]
     ] = {}  # what columns of splits hold in each split's files
+    directories: dict[SplitWord | None, Path] = {}  # that each split's files lie in
 
     def list_file(path: Path) -> Listed:
+        word = split_word(str(path.relative_to(options.source)))
+        _refuse_two_directories(options.source, directories.setdefault(word, path.parent), path.parent)
         with _opened(path) as file:
             columns = {field.name: str(field.type) for field in file.schema_arrow}
             image = find_column(path, columns, "--image-key", options.image_key, ("image",))
             label = find_column(path, columns, "--label-key", options.label_key, ("label",))
             warn_columns(options.source, columns, image, label, said)
-            in_column = in_columns.setdefault(split_word(str(path.relative_to(options.source))), set())
+            in_column = in_columns.setdefault(word, set())
             _refuse_column_of_splits(path, file, in_column, used=(image, label))
             names_here = _class_names(file.schema_arrow, label)
             if names and names_here != names:
@@ -213,6 +218,21 @@ def _opened(path: Path) -> Iterator[Any]:
         if isinstance(error, PermissionError):
             problem = "cannot be read (Permission denied): allow it"
         raise SourceError(f"{path}: {problem}") from error
+
+
+def _refuse_two_directories(source: Path, one: Path, other: Path) -> None:
+    """Raises SourceError: the directories, with files of one split, are two: those of configurations have the same
+    images, or some."""
+    if one == other:
+        return
+    common = Path(os.path.commonpath([one, other]))
+    places = [common.joinpath(*path.relative_to(common).parts[:1]) for path in (one, other)]
+    deepest = max(places, key=lambda place: len(place.parts))  # a directory and one in it are not two to choose from
+    raise SourceError(
+        f"{source}: {places[0]} and {places[1]} both have files of one split, as configurations of a repository on the "
+        f"Hub do, and an image of both would count twice: name one (--source {shlex.quote(str(deepest))}), or put the "
+        "files of one dataset into one directory"
+    )
 
 
 def _refuse_column_of_splits(path: Path, file: Any, found: set[tuple[str, object]], *, used: tuple[str, str]) -> None:
