@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -347,6 +348,16 @@ PLACES: dict[str, tuple[list[str], str | None]] = {
     "configurations of splits": (["default/train/0", "default/test/0", "small/train/0"], "{0}/default and {0}/small b"),
     "without splits": (["data/0", "other/0"], "{0}/data and {0}/other both"),
     "one inside": (["train-0", "small/train-0"], "(--source {0}/small)"),
+    "splits as partitions": (["split=train/0", "split=train/1", "split=test/0"], None),
+    "partitions of another column": (["train/year=1999/0", "train/year=2000/0", "test/year=1999/0"], None),
+    "validation as partitions": (
+        ["is_valid=False/0", "is_valid=True/0"],
+        "is_valid=True/0.parquet: column is_valid ('False', 'True') divides the rows",
+    ),
+    "labels of another name": (
+        ["a=1/0", "a=2/0"],
+        "has no column label, but image (struct<bytes: binary, path: string>), a (in the folder's name): name one with",
+    ),
 }
 
 
@@ -355,12 +366,35 @@ def test_where_files_of_parquet_lie(case: str, tmp_path: Path) -> None:
     names, message = PLACES[case]
     for number, name in enumerate(names):
         (path := tmp_path / f"{name}.parquet").parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(table([number]), path)
+        content = table([number])
+        parquet.write_table(content.drop(["label"]) if "a=" in name or "label=" in name else content, path)
     if message is None:
         splits, _ = load("parquet", tmp_path)
         assert {split: len(source.labels) for split, source in splits.items()} == {"train": 2, "validation": 1}
     else:
         assert message.format(tmp_path) in error_of("parquet", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folders", "classes"),
+    [
+        (["split=train/label=7", "split=train/label=10", "split=test/label=10"], [[10, 7], [10]]),
+        (["label=dog", "label=cat"], [[0, 1]]),
+    ],
+)
+def test_labels_in_the_names_of_folders(folders: list[str], classes: list[list[int]], tmp_path: Path) -> None:
+    """The command that is said makes them readable."""
+    pytest.importorskip("pandas")
+    for number, folder in enumerate(folders):
+        (path := tmp_path / "it's" / folder / "part-0.parquet").parent.mkdir(parents=True)
+        parquet.write_table(table([number]).drop(["label"]).replace_schema_metadata(), path)
+    error = error_of("parquet", tmp_path / "it's")
+    assert "part-0.parquet: column label is in the folders' names (Hive's partitions)" in error
+    command = error.split("`")[1].replace("python3", sys.executable, 1)
+    (new := tmp_path / "new").mkdir()
+    subprocess.run(command, shell=True, cwd=new, check=True)
+    splits, _ = load("parquet", new)
+    assert [splits[split].labels.tolist() for split in splits] == classes
 
 
 def test_columns_of_parquet_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

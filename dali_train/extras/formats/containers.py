@@ -18,13 +18,13 @@ import re
 import shlex
 import struct
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
 from dali_train.data.convert.archives import Archive
@@ -187,13 +187,18 @@ def parquet(options: Namespace) -> Sources:
 
     def list_file(path: Path) -> Listed:
         word = split_word(str(path.relative_to(options.source)))
-        _refuse_two_directories(options.source, directories.setdefault(word, path.parent), path.parent)
+        directory, in_folders = _without_partitions(path, options.source)
+        _refuse_two_directories(options.source, directories.setdefault(word, directory), directory)
         with _opened(path) as file:
-            columns = {field.name: str(field.type) for field in file.schema_arrow}
-            image = find_column(path, columns, "--image-key", options.image_key, ("image",))
+            own = {field.name: str(field.type) for field in file.schema_arrow}
+            columns = own | dict.fromkeys(in_folders, "in the folder's name")
+            image = find_column(path, own, "--image-key", options.image_key, ("image",))
             label = find_column(path, columns, "--label-key", options.label_key, ("label",))
             warn_columns(options.source, columns, image, label, said)
+            if label in in_folders:
+                _refuse_partitions(options.source, path, label, in_folders)
             in_column = in_columns.setdefault(word, set())
+            in_column |= {(name, value) for name, value in in_folders.items() if _is_of_splits(name)}
             _refuse_column_of_splits(path, file, in_column, used=(image, label))
             names_here = _class_names(file.schema_arrow, label)
             if names and names_here != names:
@@ -220,6 +225,29 @@ def _opened(path: Path) -> Iterator[Any]:
         raise SourceError(f"{path}: {problem}") from error
 
 
+def _without_partitions(path: Path, source: Path) -> tuple[Path, dict[str, str]]:
+    """Return the directory of a file without the folders COLUMN=VALUE of Hive, pandas and others, whose
+    files have this value in all rows, and these columns."""
+    parts = path.relative_to(source).parts[:-1]
+    columns = dict(part.split("=", 1) for part in parts if "=" in part)
+    return source.joinpath(*(part for part in parts if "=" not in part)), columns
+
+
+def _refuse_partitions(source: Path, path: Path, label: str, in_folders: Mapping[str, str]) -> NoReturn:
+    kind = ".astype(int)" if _WHOLE_NUMBER.fullmatch(in_folders[label]) else '.astype("category").cat.codes'
+    splits = next(filter(_is_of_splits, in_folders), None)
+    write = 'rows.to_parquet("train.parquet")'
+    if splits is not None:
+        write = f'[part.to_parquet(f"{{name}}.parquet") for name, part in rows.groupby({splits!r}, observed=True)]'
+    code = (
+        f"import pandas; rows = pandas.read_parquet({str(source)!r}); rows[{label!r}] = rows[{label!r}]{kind}; {write}"
+    )
+    raise SourceError(
+        f"{path}: column {label} is in the folders' names (Hive's partitions), and labels are read from files: in a "
+        f"new directory, `python3 -c {shlex.quote(code)}` writes files that have it"
+    )
+
+
 def _refuse_two_directories(source: Path, one: Path, other: Path) -> None:
     """Raises SourceError: the directories, with files of one split, are two: those of configurations have the same
     images, or some."""
@@ -239,23 +267,28 @@ def _refuse_column_of_splits(path: Path, file: Any, found: set[tuple[str, object
     """Raises SourceError: a column that is called so divides the rows, of this file or of it and those before.
 
     Args:
-        found: the values before; those here are added.
+        found: columns with the values before, and in the folders' names; those here are added.
         used: columns of another use.
     """
     for field in file.schema_arrow:
-        is_called_so = plain_name(field.name) in (*SPLIT_COLUMNS, *VALIDATION_COLUMNS) and field.name not in used
-        if not is_called_so or import_pyarrow().types.is_nested(field.type):
+        if not _is_of_splits(field.name) or field.name in used or import_pyarrow().types.is_nested(field.type):
             continue
         for group in range(file.metadata.num_row_groups):
             column = file.read_row_group(group, columns=[field.name], use_threads=False)[field.name]
             found |= {(field.name, value) for value in column.to_pylist()}
-        values = sorted({repr(value) for name, value in found if name == field.name})
+    for column in sorted({name for name, _ in found}):
+        values = sorted({repr(value) for name, value in found if name == column})
         if len(values) > 1:
             raise SourceError(
-                f"{path}: column {field.name} ({', '.join(values[:3])}{', ...' if values[3:] else ''}) divides the "
+                f"{path}: column {column} ({', '.join(values[:3])}{', ...' if values[3:] else ''}) divides the "
                 "rows, and a split here is a file: write a file for each, such as train.parquet and test.parquet, or "
                 "leave the column out"
             )
+
+
+def _is_of_splits(column: str) -> bool:
+    """Return whether a column is called as one that divides the rows into splits."""
+    return plain_name(column) in (*SPLIT_COLUMNS, *VALIDATION_COLUMNS)
 
 
 def _row_groups(
