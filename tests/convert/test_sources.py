@@ -179,6 +179,9 @@ def test_broken_files(tmp_path: Path) -> None:
     assert f"--source {tmp_path}: has no *.tar: name the directory" in error()
     (tmp_path / "0.arrow").touch()
     assert "has no *.tar, but files .arrow: name the directory that holds them, or one such file" in error()
+    with pyarrow.ipc.new_file(tmp_path / "0.arrow", table([0]).schema):
+        pass
+    assert "0.arrow is a table of Arrow (Feather), which is not read: write it as Parquet: `python3 -c" in error()
     (tmp_path / "0.arrow").unlink()
     tar = write_tar(tmp_path / "train-0.tar", SAMPLE)
     for path in (tmp_path / "a", tar):
@@ -334,6 +337,25 @@ def test_broken_parquet(tmp_path: Path, content: Any, options: Options, place: s
         path.write_bytes(path.read_bytes()[:-9] if content is None else content)
     error = error_of("parquet", tmp_path, **options)
     assert f"{path}{place}: " in error and message in error
+
+
+@pytest.mark.parametrize(
+    ("beside", "source", "command"),
+    [
+        ("dataset_dict.json", "", """.parquet") for name, split in datasets.load_from_disk("{0}").items()]'"""),
+        ("train/state.json", "train", """datasets.load_from_disk("{0}/train").to_parquet("train.parquet")'`"""),
+        ("0.json", "train/0.arrow", """.Dataset.from_file("{0}/train/0.arrow").to_parquet("0.parquet")'`"""),
+    ],
+)
+def test_tables_of_the_package_datasets(beside: str, source: str, command: str, tmp_path: Path) -> None:
+    """These commands were run with version 5.2 of the package, which is none of the tests'."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / beside).touch()
+    content = table([0])
+    with pyarrow.ipc.new_stream(tmp_path / "train" / "0.arrow", content.schema) as stream:
+        stream.write_table(content)
+    said = error_of("parquet", tmp_path / source)
+    assert "0.arrow is a table of the package datasets, which is not read" in said and command.format(tmp_path) in said
 
 
 # Files, and what is said of them below the source; None: they are read.
