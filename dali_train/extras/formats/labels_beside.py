@@ -1,7 +1,7 @@
 """Labels of images that all lie in one folder, from a table beside them.
 
 Such are Tiny ImageNet's ``val/val_annotations.txt``, Kaggle's ``LOC_val_solution.csv`` for ImageNet and the
-``metadata.csv`` of the Hugging Face Hub's image folders.
+``metadata.csv`` (or .jsonl or .parquet) of the Hugging Face Hub's image folders.
 """
 
 import logging
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 from pathlib import Path, PurePosixPath
 
-from dali_train.data.convert.datasets import KAGGLES_IMAGENET, TABLE_SUFFIXES
+from dali_train.data.convert.datasets import KAGGLES_IMAGENET, TABLE_ENDINGS
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
@@ -161,7 +161,7 @@ def _tables_in(place: Path, word: SplitWord | None) -> list[Path]:
     sample of a submission, whose labels are made up."""
     names: list[str] = []
     with suppress(OSError), os.scandir(place) as entries:  # those above may belong to others
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(TABLE_SUFFIXES))
+        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(TABLE_ENDINGS))
     tables = [
         path
         for path in map(place.joinpath, names)
