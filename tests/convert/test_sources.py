@@ -567,6 +567,12 @@ def with_bytes(offset: int, content: bytes) -> Spoil:
         (with_shard(column_encodings=["int", "str", "pil", "int"]), INDEX, "column x is pil: name one of jpeg, png"),
         (with_shard(column_encodings=["int", "str", "jpeg", "str"]), INDEX, "column y is str of size 8: name"),
         (with_shard(column_names=["i", "note", "img", "y"]), INDEX, "has no column x or image, but i (int)"),
+        (
+            with_shard(column_names=["i", "split", "x", "y"]),
+            INDEX,
+            "column split ('', 'a', 'an ', ...) divides the samples, and a split here is a directory: write one for",
+        ),
+        (with_shard(column_names=["is_valid", "note", "x", "y"]), INDEX, "column is_valid (0, 1, 2, ...) divides the"),
         (with_shard(format="json"), INDEX, "format is 'json': use mds"),
         (with_shard(version=3), INDEX, "version is 3: use 2"),
         (with_shard(raw_data={"basename": "../x"}), INDEX, "basename is '../x': use a path below index.json"),

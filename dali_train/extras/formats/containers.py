@@ -18,7 +18,7 @@ import re
 import shlex
 import struct
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -276,13 +276,19 @@ def _refuse_column_of_splits(path: Path, file: Any, found: set[tuple[str, object
         for group in range(file.metadata.num_row_groups):
             column = file.read_row_group(group, columns=[field.name], use_threads=False)[field.name]
             found |= {(field.name, value) for value in column.to_pylist()}
+    _refuse_several(
+        path, found, "rows, and a split here is a file: write a file for each, such as train.parquet and test.parquet"
+    )
+
+
+def _refuse_several(path: Path, found: Collection[tuple[str, object]], otherwise: str) -> None:
+    """Raises SourceError: a column has several of these values."""
     for column in sorted({name for name, _ in found}):
         values = sorted({repr(value) for name, value in found if name == column})
         if len(values) > 1:
             raise SourceError(
                 f"{path}: column {column} ({', '.join(values[:3])}{', ...' if values[3:] else ''}) divides the "
-                "rows, and a split here is a file: write a file for each, such as train.parquet and test.parquet, or "
-                "leave the column out"
+                f"{otherwise}, or leave the column out"
             )
 
 
@@ -439,6 +445,9 @@ class _Columns:
     label: int
     label_format: str | None  # of `struct`; None: JSON, a number or a list of them
     sets: LabelSets
+    splits: Mapping[int, str | None]  # number of each column of splits -> its format; None: text
+    names: tuple[str, ...]
+    in_splits: set[tuple[str, object]]  # what is in these columns of the split's shards so far
 
 
 def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
@@ -451,19 +460,23 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
     blocks = PackedBlocks(options.out)
     sets = LabelSets()
     said = set[str]()
+    in_columns: dict[SplitWord | None, set[tuple[str, object]]] = {}
 
     def list_index(path: Path) -> Iterator[Image | PassedOver]:
         above = [parent for parent in path.parent.parents if parent.is_relative_to(options.source)]
         if any((parent / path.name).exists() for parent in above):
             return  # Streaming's merge_index has put its shards into that one
         read = {path}
+        in_column = in_columns.setdefault(split_word(str(path.relative_to(options.source))), set())
         for shard in _read_index(path).shards:
-            columns = _find_columns(path, shard, options, sets)
+            columns = _find_columns(path, shard, options, sets, in_column)
             image, label = (shard.column_names[number] for number in (columns.image, columns.label))
             warn_columns(options.source, shard.column_names, image, label, said)
             list_shard = partial(_list_shard, shard=shard, columns=columns, blocks=blocks)
             read.add(_file_of(path, shard))
             yield from within(_file_of(path, shard), list_shard)
+            otherwise = "samples, and a split here is a directory: write one for each, such as train and test"
+            _refuse_several(path, in_column, otherwise)
         unread = [file for file in sorted(path.parent.iterdir()) if file.is_file() and file not in read]
         for file in unread:
             is_shard = ".mds" in file.name
@@ -486,7 +499,9 @@ def _read_index(path: Path) -> _Index:
         raise SourceError(f"{error}: fetch it again") from error
 
 
-def _find_columns(path: Path, shard: _Shard, options: Namespace, sets: LabelSets) -> _Columns:
+def _find_columns(
+    path: Path, shard: _Shard, options: Namespace, sets: LabelSets, in_splits: set[tuple[str, object]]
+) -> _Columns:
     columns = dict(zip(shard.column_names, shard.column_encodings, strict=True))
     image = find_column(path, columns, "--image-key", options.image_key, ("x", "image"))
     label = find_column(path, columns, "--label-key", options.label_key, ("y", "label"))
@@ -501,7 +516,13 @@ def _find_columns(path: Path, shard: _Shard, options: Namespace, sets: LabelSets
             f"{path}: column {label} is {columns[label]} of size {shard.column_sizes[number]}: name one of int (8), "
             "uint8 (1) and the like, or of json with lists of numbers, with --label-key"
         )
-    return _Columns(shard.column_sizes, shard.column_names.index(image), number, kind, sets)
+    splits = {
+        shard.column_names.index(name): _LABELS.get(encoding)
+        for name, encoding in columns.items()
+        if _is_of_splits(name) and name not in (image, label) and (encoding == "str" or encoding in _LABELS)
+    }
+    image_number = shard.column_names.index(image)
+    return _Columns(shard.column_sizes, image_number, number, kind, sets, splits, shard.column_names, in_splits)
 
 
 def _file_of(index: Path, shard: _Shard) -> Path:
@@ -561,6 +582,10 @@ def _samples(
             label = _in_json(content[at : at + sizes[columns.label]], location)
         else:
             (label,) = struct.unpack_from(columns.label_format, content, at)
+        for column, kind in columns.splits.items():
+            value = content[begins_of[column] : begins_of[column] + sizes[column]]
+            known = value.decode(errors="backslashreplace") if kind is None else struct.unpack(kind, value)[0]
+            columns.in_splits.add((columns.names[column], known))
         yield begins_of[columns.image], sizes[columns.image], columns.sets.stored_label(label, location)
 
 
