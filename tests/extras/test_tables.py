@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from datetime import date
 from io import BytesIO
@@ -596,6 +598,20 @@ def test_labels_beside_the_images_of_a_split(
     assert status == 0, printed
     assert labels(tmp_path / "index", "validation") == answer
     assert ("labels of 3 images from" in caplog.text) == ("class folders" not in case)
+
+
+def test_several_labels_in_a_table_for_each_split(tmp_path: Path, caplog: Any) -> None:
+    """As Roboflow writes them: the commands that are said join them."""
+    pytest.importorskip("pandas")
+    rows = {"train": "0.jpg, 1, 1\n1.jpg, 0, 1\n", "valid": "0.jpg, 1, 0\n", "test": "2.jpg, 1, 1\n"}
+    tables = {f"{split}/_classes.csv": f"filename, cat, dog\n{text}" for split, text in rows.items()}
+    put(tmp_path / "it's", ["train/0.jpg", "train/1.jpg", "valid/0.jpg", "test/2.jpg"], tables)
+    assert cli.main(["data", "index", str(tmp_path / "it's"), "--out", str(tmp_path / "no")]) == 2
+    _, join, _, index, *_ = caplog.records[0].getMessage().split("`")
+    subprocess.run(join.replace("python3", sys.executable, 1), shell=True, check=True)
+    assert cli.main([*shlex.split(index)[1:-1], str(tmp_path / "index")]) == 0
+    assert labels(tmp_path / "index", "train") == {"0.jpg": "cat,dog", "1.jpg": "dog"}
+    assert labels(tmp_path / "index", "validation") == {"0.jpg": "cat"}
 
 
 def test_two_tables_of_the_validation_split_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
