@@ -9,7 +9,7 @@ from dali_train.checkpoint import run_directory
 from dali_train.commands import arguments, data, train
 from dali_train.config.check import Extra
 from dali_train.data.convert import datasets, sources
-from dali_train.data.dataset import index
+from dali_train.data.dataset import index, verify
 from dali_train.data.loading import loader
 from dali_train.extras import (
     class_weights,
@@ -55,6 +55,7 @@ EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(datasets.DOWNLOAD, download.download),
     pair(sources.GROUPED, grouping.held_out_groups),
     pair(index.CHECK_EXCLUDED, image_names.check_excluded),
+    pair(verify.FILE_NAMES, image_names.file_names),
     pair(index.MIXTURE, mixture),
     pair(loader.DALI_READER, dali_reader.DaliReaderPipeline),
     pair(loader.SEVERAL_LABELS, several_labels.targets_of),

@@ -130,6 +130,14 @@ def test_records_in_a_bucket_are_indexed(folder: Path, tmp_path: Path, capsys: p
     Bucket(url).write("dataset.json", made)
     data("index", url)
     assert json.loads(Bucket(url).read_all("dataset.json"))["conversion"] == json.loads(made)["conversion"]
+    for root in (local, url):
+        if root == url:
+            Bucket(url).delete([name for name in objects(url) if name.startswith("validation/")])
+        else:
+            shutil.rmtree(local / "validation")
+        data("index", root, "--class-names", names)
+    assert objects(url) == files_of(local)
+    assert not [name for name in objects(url) if "validation" in name]
     Bucket(url).write("train/train-00001-of-00003", b"no record at all")
     data("index", url, status=1)
     assert f"{url}/train/train-00001-of-00003: at byte 0" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -178,6 +179,9 @@ def test_broken_files(tmp_path: Path) -> None:
     assert f"--source {tmp_path}: has no *.tar: name the directory" in error()
     (tmp_path / "0.arrow").touch()
     assert "has no *.tar, but files .arrow: name the directory that holds them, or one such file" in error()
+    with pyarrow.ipc.new_file(tmp_path / "0.arrow", table([0]).schema):
+        pass
+    assert "0.arrow is a table of Arrow (Feather), which is not read: write it as Parquet: `python3 -c" in error()
     (tmp_path / "0.arrow").unlink()
     tar = write_tar(tmp_path / "train-0.tar", SAMPLE)
     for path in (tmp_path / "a", tar):
@@ -335,6 +339,86 @@ def test_broken_parquet(tmp_path: Path, content: Any, options: Options, place: s
     assert f"{path}{place}: " in error and message in error
 
 
+@pytest.mark.parametrize(
+    ("beside", "source", "command"),
+    [
+        ("dataset_dict.json", "", """.parquet") for name, split in datasets.load_from_disk("{0}").items()]'"""),
+        ("train/state.json", "train", """datasets.load_from_disk("{0}/train").to_parquet("train.parquet")'`"""),
+        ("0.json", "train/0.arrow", """.Dataset.from_file("{0}/train/0.arrow").to_parquet("0.parquet")'`"""),
+    ],
+)
+def test_tables_of_the_package_datasets(beside: str, source: str, command: str, tmp_path: Path) -> None:
+    """These commands were run with version 5.2 of the package, which is none of the tests'."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / beside).touch()
+    content = table([0])
+    with pyarrow.ipc.new_stream(tmp_path / "train" / "0.arrow", content.schema) as stream:
+        stream.write_table(content)
+    said = error_of("parquet", tmp_path / source)
+    assert "0.arrow is a table of the package datasets, which is not read" in said and command.format(tmp_path) in said
+
+
+# Files, and what is said of them below the source; None: they are read.
+PLACES: dict[str, tuple[list[str], str | None]] = {
+    "the hub's": (["data/train-0-of-2", "data/train-1-of-2", "data/test-0-of-1"], None),
+    "a directory each split": (["train/0", "train/1", "test/0"], None),
+    "configurations": (
+        ["default/train-0", "default/test-0", "small/train-0", "small/test-0"],
+        "{0}/default and {0}/small both have files of one split, as configurations of a repository on the Hub do, and "
+        "an image of both would count twice: name one (--source {0}/default), or put the files",
+    ),
+    "configurations of splits": (["default/train/0", "default/test/0", "small/train/0"], "{0}/default and {0}/small b"),
+    "without splits": (["data/0", "other/0"], "{0}/data and {0}/other both"),
+    "one inside": (["train-0", "small/train-0"], "(--source {0}/small)"),
+    "splits as partitions": (["split=train/0", "split=train/1", "split=test/0"], None),
+    "partitions of another column": (["train/year=1999/0", "train/year=2000/0", "test/year=1999/0"], None),
+    "validation as partitions": (
+        ["is_valid=False/0", "is_valid=True/0"],
+        "is_valid=True/0.parquet: column is_valid ('False', 'True') divides the rows",
+    ),
+    "labels of another name": (
+        ["a=1/0", "a=2/0"],
+        "has no column label, but image (struct<bytes: binary, path: string>), a (in the folder's name): name one with",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_where_files_of_parquet_lie(case: str, tmp_path: Path) -> None:
+    names, message = PLACES[case]
+    for number, name in enumerate(names):
+        (path := tmp_path / f"{name}.parquet").parent.mkdir(parents=True, exist_ok=True)
+        content = table([number])
+        parquet.write_table(content.drop(["label"]) if "a=" in name or "label=" in name else content, path)
+    if message is None:
+        splits, _ = load("parquet", tmp_path)
+        assert {split: len(source.labels) for split, source in splits.items()} == {"train": 2, "validation": 1}
+    else:
+        assert message.format(tmp_path) in error_of("parquet", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folders", "classes"),
+    [
+        (["split=train/label=7", "split=train/label=10", "split=test/label=10"], [[10, 7], [10]]),
+        (["label=dog", "label=cat"], [[0, 1]]),
+    ],
+)
+def test_labels_in_the_names_of_folders(folders: list[str], classes: list[list[int]], tmp_path: Path) -> None:
+    """The command that is said makes them readable."""
+    pytest.importorskip("pandas")
+    for number, folder in enumerate(folders):
+        (path := tmp_path / "it's" / folder / "part-0.parquet").parent.mkdir(parents=True)
+        parquet.write_table(table([number]).drop(["label"]).replace_schema_metadata(), path)
+    error = error_of("parquet", tmp_path / "it's")
+    assert "part-0.parquet: column label is in the folders' names (Hive's partitions)" in error
+    command = error.split("`")[1].replace("python3", sys.executable, 1)
+    (new := tmp_path / "new").mkdir()
+    subprocess.run(command, shell=True, cwd=new, check=True)
+    splits, _ = load("parquet", new)
+    assert [splits[split].labels.tolist() for split in splits] == classes
+
+
 def test_columns_of_parquet_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are said once; what divides two files of one split is refused, too."""
     for split in ("train", "test"):
@@ -483,6 +567,12 @@ def with_bytes(offset: int, content: bytes) -> Spoil:
         (with_shard(column_encodings=["int", "str", "pil", "int"]), INDEX, "column x is pil: name one of jpeg, png"),
         (with_shard(column_encodings=["int", "str", "jpeg", "str"]), INDEX, "column y is str of size 8: name"),
         (with_shard(column_names=["i", "note", "img", "y"]), INDEX, "has no column x or image, but i (int)"),
+        (
+            with_shard(column_names=["i", "split", "x", "y"]),
+            INDEX,
+            "column split ('', 'a', 'an ', ...) divides the samples, and a split here is a directory: write one for",
+        ),
+        (with_shard(column_names=["is_valid", "note", "x", "y"]), INDEX, "column is_valid (0, 1, 2, ...) divides the"),
         (with_shard(format="json"), INDEX, "format is 'json': use mds"),
         (with_shard(version=3), INDEX, "version is 3: use 2"),
         (with_shard(raw_data={"basename": "../x"}), INDEX, "basename is '../x': use a path below index.json"),

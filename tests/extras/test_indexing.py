@@ -492,6 +492,8 @@ def test_what_cannot_be_indexed_in_place(
     nameless.write_bytes(small_photograph(1))
     (tmp_path / "parquet").mkdir()
     (tmp_path / "parquet" / "train-00000.parquet").touch()
+    (tmp_path / "arrow").mkdir()
+    (tmp_path / "arrow" / "0.arrow").write_bytes(b"\xff\xff\xff\xff\xb0\1\0\0\x10\0\0\0")
     out, fraction = ("--out", tmp_path / "out"), ("--validation-fraction", 0.2)
     for words, message in (
         ((forms / "folder",), "its images are read in place (folder): name a directory for the index with --out"),
@@ -511,6 +513,8 @@ def test_what_cannot_be_indexed_in_place(
         ((other / "thesis.tex", *out), "thesis.tex: is a file that is not indexed: name a directory, a tar (.tar) or"),
         ((f"{in_bucket}/images", *out), "holds single images, and a request for each would be slow"),
         ((other, *out), "photos.zip is a zip archive: unpack it: `unzip "),
+        ((tmp_path / "arrow", *out), "0.arrow is a table of the package datasets, which is not read: write its Parqu"),
+        ((tmp_path / "arrow" / "0.arrow", *out), "0.arrow: is a table of the package datasets, which is not read"),
         ((tmp_path / "nothing", *out), "nothing in the directory looks like a dataset"),
         ((tmp_path / "nameless", *out), "train/ant/1 is an image, and its name does not say so: add .jpg"),
         ((other / "photos.zip", *out, *fraction), "photos.zip: is a zip archive: unpack it: `unzip "),

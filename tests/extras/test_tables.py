@@ -3,7 +3,11 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
+from datetime import date
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +34,20 @@ CLASSES = ("n01440764", "n01443537")
 Labels = dict[str, str]  # an image's name -> its class, or its classes with a comma between
 
 
-def put(root: Path, images: Iterable[str], files: dict[str, str] | None = None) -> None:
-    """Write another photograph for each image, and text files."""
+def put(root: Path, images: Iterable[str], files: dict[str, Any] | None = None) -> None:
+    """Write another photograph for each image, and files of text or bytes."""
     for path in images:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(small_photograph(sum(map(ord, path)) * 31 + len(path)))
     for path, text in (files or {}).items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text, encoding="utf-8")
+        (root / path).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def in_parquet(**columns: list[Any]) -> bytes:
+    content = BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), content)
+    return content.getvalue()
 
 
 def of_classes(pattern: str, classes: Iterable[str] = CLASSES, count: int = 2) -> list[str]:
@@ -280,6 +290,7 @@ def test_the_page_has_every_dataset() -> None:
     assert len(LINES) == len(DATASETS)
 
 
+DAY = date(2024, 2, 29)
 CATS = {"a.jpg": "cat", "b.JPEG": "dog", "é.png": "cat"}
 ROWS = "a.jpg,cat\nb.JPEG,dog\né.png,cat\n"
 TSV, SEMICOLONS, BARS, SPACES = (ROWS.replace(",", separator) for separator in "\t;| ")
@@ -296,6 +307,13 @@ SPLITS = "file,label,{}\na.jpg,cat,{}\nb.JPEG,dog,{}\né.png,cat,{}\n"
 # there are two), or a part of the message.
 Answer = Labels | tuple[Labels, Labels] | str
 DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
+    "Parquet": ("metadata.parquet", in_parquet(file_name=[*CATS], label=[*CATS.values()], day=[DAY] * 3), "", CATS),
+    "Parquet with images": (
+        "metadata.parquet",
+        in_parquet(file=["a"], label=["b"], image=[b"1"]),
+        "",
+        "cannot be read as",
+    ),
     "commas": ("t.csv", f"file,label\n{ROWS}", "", CATS),
     "a byte order mark": ("t.csv", f"file,label\n{ROWS}".encode("utf-8-sig"), "", CATS),
     "UTF-16 of Excel": ("t.txt", f"file\tlabel\n{TSV}".encode("utf-16"), "", CATS),
@@ -501,8 +519,13 @@ TRAIN = of_classes("train/{c}/t{n}.jpg", ("cat", "dog"))
 ANSWERS = "file,label\n0.jpg,cat\n1.jpg,dog\n2.jpg,cat\n"
 RIGHT = {"0.jpg": "cat", "1.jpg": "dog", "2.jpg": "cat"}
 # The images, the tables, and the right answer: the labels of the validation split, or a part of the message.
-FOLDERS: dict[str, tuple[list[str], dict[str, str], Labels | str]] = {
+FOLDERS: dict[str, tuple[list[str], dict[str, Any], Labels | str]] = {
     "in the split": ([*TRAIN, *FLAT], {"val/labels.csv": ANSWERS}, RIGHT),
+    "as the Hub has it": (
+        [*TRAIN, *FLAT],
+        {"val/metadata.parquet": in_parquet(file_name=[*RIGHT], label=[*RIGHT.values()])},
+        RIGHT,
+    ),
     "beside the split": ([*TRAIN, *FLAT], {"val.csv": ANSWERS}, RIGHT),
     "of the training split": ([*TRAIN, *FLAT], {"train.csv": ANSWERS}, "an image outside of a class folder"),
     "a sample of a submission": (
@@ -576,6 +599,20 @@ def test_labels_beside_the_images_of_a_split(
     assert status == 0, printed
     assert labels(tmp_path / "index", "validation") == answer
     assert ("labels of 3 images from" in caplog.text) == ("class folders" not in case)
+
+
+def test_several_labels_in_a_table_for_each_split(tmp_path: Path, caplog: Any) -> None:
+    """As Roboflow writes them: the commands that are said join them."""
+    pytest.importorskip("pandas")
+    rows = {"train": "0.jpg, 1, 1\n1.jpg, 0, 1\n", "valid": "0.jpg, 1, 0\n", "test": "2.jpg, 1, 1\n"}
+    tables = {f"{split}/_classes.csv": f"filename, cat, dog\n{text}" for split, text in rows.items()}
+    put(tmp_path / "it's", ["train/0.jpg", "train/1.jpg", "valid/0.jpg", "test/2.jpg"], tables)
+    assert cli.main(["data", "index", str(tmp_path / "it's"), "--out", str(tmp_path / "no")]) == 2
+    _, join, _, index, *_ = caplog.records[0].getMessage().split("`")
+    subprocess.run(join.replace("python3", sys.executable, 1), shell=True, check=True)
+    assert cli.main([*shlex.split(index)[1:-1], str(tmp_path / "index")]) == 0
+    assert labels(tmp_path / "index", "train") == {"0.jpg": "cat,dog", "1.jpg": "dog"}
+    assert labels(tmp_path / "index", "validation") == {"0.jpg": "cat"}
 
 
 def test_two_tables_of_the_validation_split_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,8 +36,8 @@ _TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
 STATE_DIRECTORY = ".conversion"
 """In a dataset that is being converted."""
 
-TABLE_SUFFIXES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson")
-"""Of files that may be tables of image files and labels."""
+TABLE_ENDINGS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".ndjson", "metadata.parquet")
+"""Of the names of files that may be tables of image files and labels; the last is the Hugging Face Hub's."""
 
 SPREADSHEETS = (".xls", ".xlsx", ".ods")
 """Of files that are taken for tables, and refused as such."""
@@ -383,7 +383,7 @@ InPlace = Literal["imagenet", "folder", "webdataset", "mds", "table"]
 def in_place(root: Path) -> InPlace | None:
     """Return how what lies at `root` can be indexed in place, judged only by the names of files."""
     if root.is_file():
-        is_table = root.suffix.lower() in (*TABLE_SUFFIXES, *SPREADSHEETS)
+        is_table = root.name.lower().endswith((*TABLE_ENDINGS, *SPREADSHEETS))
         return "table" if is_table else in_place_by_names([root.name])
     root = images_root(root)
     names, below = _look(root)

@@ -1,6 +1,7 @@
 """Packed files, which are not read in place: recognised by their first bytes, whatever they are called, and the command
 that unpacks each."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -36,6 +37,16 @@ _PACKINGS = (
     _Packing(rb"PK(\x03\x04|\x05\x06|\x07\x08)", "a zip archive", "unzip FILE -d DIRECTORY"),
     _Packing(rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "7z x FILE -oDIRECTORY"),
     _Packing(rb"Rar!\x1a\x07", "a RAR archive", "unrar x FILE DIRECTORY/"),
+    _Packing(
+        rb"ARROW1\0\0",
+        "a table of Arrow (Feather), which is not read: write it as Parquet",
+        "python3 -c 'import pandas, sys; pandas.read_feather(sys.argv[1]).to_parquet(\"train.parquet\")' FILE",
+    ),
+)
+_DATASETS = _Packing(
+    rb"\xff{4}...\0\x10\0\0\0",  # a stream of Arrow, with the size of its schema
+    "a table of the package datasets, which is not read: write its Parquet into a new directory",
+    "python3 -c FILE",
 )
 # Its two bytes may also begin a text, or a name.
 _ZLIB = _Packing(
@@ -59,17 +70,33 @@ def how_packed(path: Path | str, head: bytes | None = None, *, or_zlib: bool = F
                 head = file.read(_HEAD_BYTES)
         except OSError:
             return None
-    for packing in (*_PACKINGS, *((_ZLIB,) if or_zlib else ())):
+    for packing in (*_PACKINGS, _DATASETS, *((_ZLIB,) if or_zlib else ())):
         if re.match(packing.beginning, head[:_HEAD_BYTES], re.DOTALL):
             return f"is {packing.name}{'' if ':' in packing.name else ': unpack it'}: `{_command(packing, path)}`"
     return None
 
 
 def _command(packing: _Packing, path: Path | str) -> str:
-    file = shlex.quote(str(path))
+    file = shlex.quote(_to_parquet(Path(path)) if packing is _DATASETS else str(path))
     if "FILE" in packing.command:
         return packing.command.replace("FILE", file)
     return f"{packing.command} {file}" if str(path).endswith(packing.suffixes) else f"{packing.command} < {file} > NEW"
+
+
+def _to_parquet(path: Path) -> str:
+    """Return the Python that writes a file of the package datasets, or all that save_to_disk has saved with it."""
+    directory = path.parent
+    if (directory.parent / "dataset_dict.json").exists():
+        splits = f"datasets.load_from_disk({_quoted(directory.parent)}).items()"
+        return f'import datasets; [split.to_parquet(f"{{name}}.parquet") for name, split in {splits}]'
+    if (directory / "state.json").exists():
+        return f'import datasets; datasets.load_from_disk({_quoted(directory)}).to_parquet("train.parquet")'
+    return f"import datasets; datasets.Dataset.from_file({_quoted(path)}).to_parquet({_quoted(f'{path.stem}.parquet')})"
+
+
+def _quoted(text: Path | str) -> str:
+    """Return the text in Python, between quotes that a shell's command in single ones may have in it."""
+    return json.dumps(str(text), ensure_ascii=False)
 
 
 def not_a_directory(path: Path, plain: str = "is a file, and not a directory") -> str:

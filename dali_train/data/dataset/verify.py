@@ -14,6 +14,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from dali_train.config.check import Extra, load_all
 from dali_train.data.dataset.index import Split, map_file
 from dali_train.data.dataset.manifest import (
     SPLITS,
@@ -27,13 +28,14 @@ from dali_train.data.dataset.storage import open_shards, stored_image
 from dali_train.data.dataset.tfrecord import walk_records
 from dali_train.data.dataset.write_index import map_shards, text_index
 from dali_train.data.progress import Progress
-from dali_train.errors import DatasetError
+from dali_train.errors import DatasetError, RunError
 from dali_train.files import is_still_open
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.text import span
 
 MOST_LISTED = 10  # of one kind
 _MOST_PAIRS = 3  # of equal images, whose names may be long
+FILE_NAMES = Extra[Callable[[Split, NDArray[np.int64]], list[str]]]("dali_train.extras.image_names:file_names")
 _MOST_COMPARED = 100  # of them: in an object store each costs two requests
 
 
@@ -294,8 +296,16 @@ def _equal_pairs(
 
 
 def _describe_image(split: Split, image: int) -> str:
-    where = f"image {image}" if split.files is None else split.describe(image)
+    where = f"image {image}{_name(split, image)}" if split.files is None else split.describe(image)
     return f"{split.name} {where} ({split.label_text(int(split.rows['label'][image]))})"
+
+
+def _name(split: Split, image: int) -> str:
+    """Return the name of an image in a record behind a comma; nothing where the record has none, or is damaged."""
+    with suppress(DatasetError, RunError):
+        for file_names in load_all([FILE_NAMES]):
+            return "".join(f", {name}" for name in file_names(split, np.array([image])) if name)
+    return ""
 
 
 def _abbreviate(items: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ A walk over a shard locates its images and checks labels, framing and image head
 """
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from dali_train.data.dataset.index import INDEX_DTYPE, map_file
 from dali_train.data.dataset.manifest import (
     IMAGE_KEY,
     LABEL_KEY,
+    SPLITS,
     Encoding,
     Manifest,
     Shard,
@@ -218,6 +219,7 @@ def write_index(
             if len(known) == len(parts)
             else None,
         )
+    remove_other_indexes(root, splits)
     manifest = Manifest(
         num_classes=len(class_names),
         class_names=tuple(class_names),
@@ -232,6 +234,17 @@ def write_index(
     )
     manifest.write(root)
     return manifest
+
+
+def remove_other_indexes(root: Path, splits: Collection[str]) -> None:
+    """Remove what an earlier index has of splits that are not among `splits`."""
+    for other in {*SPLITS} - {*splits}:
+        for path in (
+            index_path(root, other),
+            checksums_path(root, other),
+            *text_index_path(root, other, "*").parent.glob("*.idx"),
+        ):
+            path.unlink(missing_ok=True)
 
 
 def write_array(path: Path, array: NDArray[Any]) -> str:

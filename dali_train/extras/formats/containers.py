@@ -13,16 +13,18 @@ each column of no fixed size, then the columns' values.
 """
 
 import mmap
+import os
 import re
+import shlex
 import struct
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
 from dali_train.data.convert.archives import Archive
@@ -181,14 +183,22 @@ def parquet(options: Namespace) -> Sources:
     in_columns: dict[
         SplitWord | None, set[tuple[str, object]]
     ] = {}  # what columns of splits hold in each split's files
+    directories: dict[SplitWord | None, Path] = {}  # that each split's files lie in
 
     def list_file(path: Path) -> Listed:
+        word = split_word(str(path.relative_to(options.source)))
+        directory, in_folders = _without_partitions(path, options.source)
+        _refuse_two_directories(options.source, directories.setdefault(word, directory), directory)
         with _opened(path) as file:
-            columns = {field.name: str(field.type) for field in file.schema_arrow}
-            image = find_column(path, columns, "--image-key", options.image_key, ("image",))
+            own = {field.name: str(field.type) for field in file.schema_arrow}
+            columns = own | dict.fromkeys(in_folders, "in the folder's name")
+            image = find_column(path, own, "--image-key", options.image_key, ("image",))
             label = find_column(path, columns, "--label-key", options.label_key, ("label",))
             warn_columns(options.source, columns, image, label, said)
-            in_column = in_columns.setdefault(split_word(str(path.relative_to(options.source))), set())
+            if label in in_folders:
+                _refuse_partitions(options.source, path, label, in_folders)
+            in_column = in_columns.setdefault(word, set())
+            in_column |= {(name, value) for name, value in in_folders.items() if _is_of_splits(name)}
             _refuse_column_of_splits(path, file, in_column, used=(image, label))
             names_here = _class_names(file.schema_arrow, label)
             if names and names_here != names:
@@ -215,27 +225,76 @@ def _opened(path: Path) -> Iterator[Any]:
         raise SourceError(f"{path}: {problem}") from error
 
 
+def _without_partitions(path: Path, source: Path) -> tuple[Path, dict[str, str]]:
+    """Return the directory of a file without the folders COLUMN=VALUE of Hive, pandas and others, whose
+    files have this value in all rows, and these columns."""
+    parts = path.relative_to(source).parts[:-1]
+    columns = dict(part.split("=", 1) for part in parts if "=" in part)
+    return source.joinpath(*(part for part in parts if "=" not in part)), columns
+
+
+def _refuse_partitions(source: Path, path: Path, label: str, in_folders: Mapping[str, str]) -> NoReturn:
+    kind = ".astype(int)" if _WHOLE_NUMBER.fullmatch(in_folders[label]) else '.astype("category").cat.codes'
+    splits = next(filter(_is_of_splits, in_folders), None)
+    write = 'rows.to_parquet("train.parquet")'
+    if splits is not None:
+        write = f'[part.to_parquet(f"{{name}}.parquet") for name, part in rows.groupby({splits!r}, observed=True)]'
+    code = (
+        f"import pandas; rows = pandas.read_parquet({str(source)!r}); rows[{label!r}] = rows[{label!r}]{kind}; {write}"
+    )
+    raise SourceError(
+        f"{path}: column {label} is in the folders' names (Hive's partitions), and labels are read from files: in a "
+        f"new directory, `python3 -c {shlex.quote(code)}` writes files that have it"
+    )
+
+
+def _refuse_two_directories(source: Path, one: Path, other: Path) -> None:
+    """Raises SourceError: the directories, with files of one split, are two: those of configurations have the same
+    images, or some."""
+    if one == other:
+        return
+    common = Path(os.path.commonpath([one, other]))
+    places = [common.joinpath(*path.relative_to(common).parts[:1]) for path in (one, other)]
+    deepest = max(places, key=lambda place: len(place.parts))  # a directory and one in it are not two to choose from
+    raise SourceError(
+        f"{source}: {places[0]} and {places[1]} both have files of one split, as configurations of a repository on the "
+        f"Hub do, and an image of both would count twice: name one (--source {shlex.quote(str(deepest))}), or put the "
+        "files of one dataset into one directory"
+    )
+
+
 def _refuse_column_of_splits(path: Path, file: Any, found: set[tuple[str, object]], *, used: tuple[str, str]) -> None:
     """Raises SourceError: a column that is called so divides the rows, of this file or of it and those before.
 
     Args:
-        found: the values before; those here are added.
+        found: columns with the values before, and in the folders' names; those here are added.
         used: columns of another use.
     """
     for field in file.schema_arrow:
-        is_called_so = plain_name(field.name) in (*SPLIT_COLUMNS, *VALIDATION_COLUMNS) and field.name not in used
-        if not is_called_so or import_pyarrow().types.is_nested(field.type):
+        if not _is_of_splits(field.name) or field.name in used or import_pyarrow().types.is_nested(field.type):
             continue
         for group in range(file.metadata.num_row_groups):
             column = file.read_row_group(group, columns=[field.name], use_threads=False)[field.name]
             found |= {(field.name, value) for value in column.to_pylist()}
-        values = sorted({repr(value) for name, value in found if name == field.name})
+    _refuse_several(
+        path, found, "rows, and a split here is a file: write a file for each, such as train.parquet and test.parquet"
+    )
+
+
+def _refuse_several(path: Path, found: Collection[tuple[str, object]], otherwise: str) -> None:
+    """Raises SourceError: a column has several of these values."""
+    for column in sorted({name for name, _ in found}):
+        values = sorted({repr(value) for name, value in found if name == column})
         if len(values) > 1:
             raise SourceError(
-                f"{path}: column {field.name} ({', '.join(values[:3])}{', ...' if values[3:] else ''}) divides the "
-                "rows, and a split here is a file: write a file for each, such as train.parquet and test.parquet, or "
-                "leave the column out"
+                f"{path}: column {column} ({', '.join(values[:3])}{', ...' if values[3:] else ''}) divides the "
+                f"{otherwise}, or leave the column out"
             )
+
+
+def _is_of_splits(column: str) -> bool:
+    """Return whether a column is called as one that divides the rows into splits."""
+    return plain_name(column) in (*SPLIT_COLUMNS, *VALIDATION_COLUMNS)
 
 
 def _row_groups(
@@ -386,6 +445,9 @@ class _Columns:
     label: int
     label_format: str | None  # of `struct`; None: JSON, a number or a list of them
     sets: LabelSets
+    splits: Mapping[int, str | None]  # number of each column of splits -> its format; None: text
+    names: tuple[str, ...]
+    in_splits: set[tuple[str, object]]  # what is in these columns of the split's shards so far
 
 
 def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
@@ -398,19 +460,23 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
     blocks = PackedBlocks(options.out)
     sets = LabelSets()
     said = set[str]()
+    in_columns: dict[SplitWord | None, set[tuple[str, object]]] = {}
 
     def list_index(path: Path) -> Iterator[Image | PassedOver]:
         above = [parent for parent in path.parent.parents if parent.is_relative_to(options.source)]
         if any((parent / path.name).exists() for parent in above):
             return  # Streaming's merge_index has put its shards into that one
         read = {path}
+        in_column = in_columns.setdefault(split_word(str(path.relative_to(options.source))), set())
         for shard in _read_index(path).shards:
-            columns = _find_columns(path, shard, options, sets)
+            columns = _find_columns(path, shard, options, sets, in_column)
             image, label = (shard.column_names[number] for number in (columns.image, columns.label))
             warn_columns(options.source, shard.column_names, image, label, said)
             list_shard = partial(_list_shard, shard=shard, columns=columns, blocks=blocks)
             read.add(_file_of(path, shard))
             yield from within(_file_of(path, shard), list_shard)
+            otherwise = "samples, and a split here is a directory: write one for each, such as train and test"
+            _refuse_several(path, in_column, otherwise)
         unread = [file for file in sorted(path.parent.iterdir()) if file.is_file() and file not in read]
         for file in unread:
             is_shard = ".mds" in file.name
@@ -433,7 +499,9 @@ def _read_index(path: Path) -> _Index:
         raise SourceError(f"{error}: fetch it again") from error
 
 
-def _find_columns(path: Path, shard: _Shard, options: Namespace, sets: LabelSets) -> _Columns:
+def _find_columns(
+    path: Path, shard: _Shard, options: Namespace, sets: LabelSets, in_splits: set[tuple[str, object]]
+) -> _Columns:
     columns = dict(zip(shard.column_names, shard.column_encodings, strict=True))
     image = find_column(path, columns, "--image-key", options.image_key, ("x", "image"))
     label = find_column(path, columns, "--label-key", options.label_key, ("y", "label"))
@@ -448,7 +516,13 @@ def _find_columns(path: Path, shard: _Shard, options: Namespace, sets: LabelSets
             f"{path}: column {label} is {columns[label]} of size {shard.column_sizes[number]}: name one of int (8), "
             "uint8 (1) and the like, or of json with lists of numbers, with --label-key"
         )
-    return _Columns(shard.column_sizes, shard.column_names.index(image), number, kind, sets)
+    splits = {
+        shard.column_names.index(name): _LABELS.get(encoding)
+        for name, encoding in columns.items()
+        if _is_of_splits(name) and name not in (image, label) and (encoding == "str" or encoding in _LABELS)
+    }
+    image_number = shard.column_names.index(image)
+    return _Columns(shard.column_sizes, image_number, number, kind, sets, splits, shard.column_names, in_splits)
 
 
 def _file_of(index: Path, shard: _Shard) -> Path:
@@ -508,6 +582,10 @@ def _samples(
             label = _in_json(content[at : at + sizes[columns.label]], location)
         else:
             (label,) = struct.unpack_from(columns.label_format, content, at)
+        for column, kind in columns.splits.items():
+            value = content[begins_of[column] : begins_of[column] + sizes[column]]
+            known = value.decode(errors="backslashreplace") if kind is None else struct.unpack(kind, value)[0]
+            columns.in_splits.add((columns.names[column], known))
         yield begins_of[columns.image], sizes[columns.image], columns.sets.stored_label(label, location)
 
 

@@ -1,22 +1,24 @@
 """Labels of images that all lie in one folder, from a table beside them.
 
 Such are Tiny ImageNet's ``val/val_annotations.txt``, Kaggle's ``LOC_val_solution.csv`` for ImageNet and the
-``metadata.csv`` of the Hugging Face Hub's image folders.
+``metadata.csv`` (or .jsonl or .parquet) of the Hugging Face Hub's image folders.
 """
 
 import logging
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, islice
 from pathlib import Path, PurePosixPath
 
-from dali_train.data.convert.datasets import KAGGLES_IMAGENET, TABLE_SUFFIXES
+from dali_train.data.convert.archives import folders_in
+from dali_train.data.convert.datasets import KAGGLES_IMAGENET, TABLE_ENDINGS
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
-from dali_train.data.dataset.manifest import SplitWord, split_word
+from dali_train.data.dataset.manifest import SplitWord, split_of_folder, split_word
 from dali_train.data.dataset.passed_over import is_hidden
 from dali_train.extras.formats.image_finder import ImageFinder
 from dali_train.extras.formats.table_reader import Columns, Table, classes_in, find_columns, label_in, split_in
@@ -161,7 +163,7 @@ def _tables_in(place: Path, word: SplitWord | None) -> list[Path]:
     sample of a submission, whose labels are made up."""
     names: list[str] = []
     with suppress(OSError), os.scandir(place) as entries:  # those above may belong to others
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(TABLE_SUFFIXES))
+        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(TABLE_ENDINGS))
     tables = [
         path
         for path in map(place.joinpath, names)
@@ -210,11 +212,27 @@ def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | No
             if len(labels) > 1 or by_name.setdefault(name, labels[0]) != labels[0]:
                 _log.warning(
                     "%s: not used, since it has several labels for %s: for several labels an image name one table of "
-                    "all images, with a column split, and --multi-hot or --label-separator",
+                    "all images, with a column split, and --multi-hot or --label-separator%s",
                     path,
                     name,
+                    _joined(path) if columns.classes else "",
                 )
                 return None
     except SourceError:  # a readme, a list of classes, ...
         return None
     return LabelsBeside(path, by_name, columns.described()) if by_name else None
+
+
+def _joined(path: Path) -> str:
+    """Return the commands that make one table of those that the folders of splits have each, as Roboflow writes them,
+    and read it; nothing if there are none."""
+    root = path.parent.parent
+    splits = [name for name in folders_in(root) if split_of_folder(name) and (root / name / path.name).is_file()]
+    if path.parent.name not in splits:
+        return ""
+    file = f"{f'{root}/'!r} + split + {f'/{path.name}'!r}"
+    tables = f"[pandas.read_csv({file}).assign(split=split) for split in {splits}]"
+    joined = root / path.name
+    code = f"import pandas; pandas.concat({tables}).fillna(0).to_csv({str(joined)!r}, index=False)"
+    read = f"dali-train data index {shlex.quote(str(joined))} --multi-hot --out INDEX"
+    return f": `python3 -c {shlex.quote(code)}`, then `{read}`"

@@ -2,7 +2,7 @@
 
 Text with a cell for each column, separated by commas, semicolons, tabs or bars, with or without a heading; lists of
 ``FILE LABEL`` with a space between; JSON lines; JSON with a list of objects, or with ``images``, ``annotations`` and
-``categories`` as COCO and iNaturalist have them.
+``categories`` as COCO and iNaturalist have them; Parquet without images.
 
 Python's csv reads the cells. pandas, polars and pyarrow.csv want to be told the separator and whether there is a
 heading, and csv.Sniffer takes any letter that is frequent for a separator: so both are decided here, by the first line.
@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
 from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.progress import SHORT_S, Progress
+from dali_train.extras.formats.listing import import_pyarrow
 from dali_train.files import read_limited
 
 _SEPARATORS = (",", ";", "\t", "|")
@@ -229,6 +231,9 @@ def _opened(path: Path) -> Table:
         raise SourceError(f"{path}: is a spreadsheet: save its table as CSV in UTF-8")
     if packed := how_packed(path):
         raise SourceError(f"{path}: {packed}")
+    if begin == b"PAR1":
+        rows = import_pyarrow().parquet.read_table(path).to_pylist()
+        return _of_objects(path, lambda: ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1)))
     encoding = _BYTE_ORDER_MARKS.get(begin[:2], "utf-8-sig")
     with path.open(encoding=encoding, newline="") as lines:
         first = next((line for line in lines if line.strip()), "")
@@ -354,4 +359,10 @@ def _of_objects(path: Path, objects: Objects) -> Table:
 
 
 def _as_text(value: object) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+    return (
+        value
+        if isinstance(value, str)
+        else ""
+        if value is None
+        else json.dumps(value, ensure_ascii=False, default=date.isoformat)
+    )

@@ -442,10 +442,16 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
 
 
 def upload_index(directory: Path, bucket: Bucket) -> None:
-    """Upload the index in a directory, and the list of images that it leaves out; dataset.json last."""
+    """Upload the index in a directory, and the list of images that it leaves out; dataset.json last. Then what an
+    earlier index has of a split that is no more is deleted."""
     index = [path for pattern in ("index/*", "idx_files/*/*", "quarantine.jsonl") for path in directory.glob(pattern)]
     for path in (*index, directory / "dataset.json"):
         bucket.upload(str(path.relative_to(directory)), path)
+    others = {*SPLITS} - {*Manifest.read(directory).splits}
+    of_others = re.compile(rf"index/({'|'.join(others)})(\.crc)?\.npy|idx_files/({'|'.join(others)})/[^/]+\.idx")
+    old = [name for prefix in ("index/", "idx_files/") for name in bucket.sizes(prefix) if of_others.fullmatch(name)]
+    if old:
+        bucket.delete(old)
 
 
 @contextmanager

@@ -53,7 +53,6 @@ from dali_train.data.dataset.image_file import (
 )
 from dali_train.data.dataset.index import INDEX_DTYPE, sizes_of
 from dali_train.data.dataset.manifest import (
-    SPLITS,
     InPlace,
     Manifest,
     SplitManifest,
@@ -66,7 +65,7 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.data.dataset.verify import examine_index
-from dali_train.data.dataset.write_index import map_shards, write_array
+from dali_train.data.dataset.write_index import map_shards, remove_other_indexes, write_array
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.errors import DatasetError
 from dali_train.extras.formats.listing import ListFile, Within, where_it_lies
@@ -482,9 +481,7 @@ def _write(
             index_crc32c=write_array(index_path(task.out, split), rows[split][order]),
             image_checksums_crc32c=write_array(checksums_path(task.out, split), found.rows["crc32c"][order]),
         )
-    for other in {*SPLITS} - {*splits}:  # of an earlier index
-        index_path(task.out, other).unlink(missing_ok=True)
-        checksums_path(task.out, other).unlink(missing_ok=True)
+    remove_other_indexes(task.out, splits)
     files_crc32c = write_array(files_path(task.out), table)
     label_sets = next(iter(listing.splits.values())).label_sets
     options = {"dataset": task.name, "seed": None if task.keep_order else task.seed, "decode_check": task.decode}
