@@ -19,7 +19,6 @@ from dali_train.extras import (
     grouping,
     image_names,
     local_copy,
-    local_launch,
     mirror,
     num_processes,
     several_labels,
@@ -47,8 +46,7 @@ def pair(extra: Extra[T], found: T) -> tuple[Extra[T], T]:
 EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(run_directory.MIRRORED_RUN, mirror.downloaded),
     pair(train.MIRROR, mirror.mirrored),
-    pair(train.FASTEST_NUMBER, num_processes.fastest_number),
-    pair(train.LOCAL_LAUNCH, local_launch.launch_locally),
+    pair(train.RUN_LOCALLY, num_processes.run_locally),
     pair(cli.COMPLETION, completion.answer_completion),
     pair(arguments.COMPLETED_SETTINGS, completion.add_settings_to_complete),
     pair(arguments.AUTO_MICRO_BATCH, auto_micro_batch.choose),
