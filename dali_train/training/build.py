@@ -20,7 +20,7 @@ from dali_train.data.dataset.index import Split, open_split, read_labels
 from dali_train.data.dataset.manifest import Manifest, SplitName
 from dali_train.data.dataset.storage import DatasetLocation, storage_of
 from dali_train.data.loading.cache import Node, join_node
-from dali_train.data.loading.loader import RunLoader, TrainLoader
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import Place, blank_images, decoding_threads, pixel_format
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
@@ -201,7 +201,9 @@ def build_loader(plan: RunPlan, *, start_step: int = 0) -> TrainLoader:
     layout = plan.layout
     place = Place(dp_rank=layout.data_rank, dp_size=layout.data_size, device=plan.device, num_threads=plan.num_threads)
     decodes = layout.pipeline_rank == 0
-    loader = RunLoader(plan.split, plan.config, place, node=plan.node, start_step=start_step, decodes=decodes)
+    loader = TrainLoader.of_split(
+        plan.split, plan.config, place, node=plan.node, start_step=start_step, decodes=decodes
+    )
     loader.prepare()
     return loader
 
