@@ -59,7 +59,7 @@ EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(build.LOCAL_COPY, local_copy.copied),
     pair(build.CHECK_LABELS, several_labels.check_labels),
     pair(build.EVALUATE_SEVERAL_LABELS, evaluation.SeveralLabelsEvaluator),
-    pair(build.AUDIT, audit.make_audit),
+    pair(build.AUDITED, audit.audited),
     pair(loss.SEVERAL_LABELS, losses.SeveralLabelsLoss),
     pair(loss.CLASS_WEIGHTS, class_weights.weights_of),
     pair(loss.DISTILLATION, distillation.Distillation),
