@@ -20,8 +20,8 @@ from dali_train.commands.train import RunResult, run
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import read_manifest
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.extras.cost.memory import estimate_memory
 from dali_train.extras.local_launch import launch_locally
+from dali_train.extras.plan.forecast import forecast
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import process_group
@@ -29,7 +29,7 @@ from dali_train.runtime.status import METRICS, read_events
 from dali_train.text import duration, plural
 from dali_train.training.build import fit_to_ranks
 from dali_train.training.cost import flops_per_image
-from dali_train.training.model import build_model, check_sizes
+from dali_train.training.model import build_model
 from dali_train.training.precision import Precision
 
 _MOST = 8  # processes: each holds the model, its gradients and the optimizer's state
@@ -102,9 +102,7 @@ def fastest_number(config: Config) -> int:
     if starts and 1 <= (before := starts[-1].get("ranks", 0)) <= min(cores, num_micro_batches):
         return int(before)
     num_classes = read_manifest(config.data).num_classes
-    model = build_model(config, num_classes, torch.device("meta"))
-    check_sizes(model, config)
-    memory = estimate_memory(config, model)
+    model, memory, _ = forecast(config, None, num_classes, checks_weights=False)
     fitting = _USABLE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     counts = [
         count

@@ -118,7 +118,6 @@ def _view_inputs(data: DataConfig) -> dict[str, Input]:
 
 
 def crop_inputs(split: Split, storage: Storage) -> dict[str, Input]:
-    """Return the inputs of `crop_graph`."""
     boxes = {name: INPUTS[name] for name in ("anchor", "shape")}
     return {"stored": stored_input(split, storage), "size": size_input(split), **boxes}
 
@@ -191,7 +190,6 @@ class Feed:
             return batch, tuple(as_tensor_list(one.take(batch), one.layout) for one in self._inputs.values())
 
     def close(self) -> None:
-        """End the thread."""
         if self._ahead is not None:
             self._ahead.close()
 

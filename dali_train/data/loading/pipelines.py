@@ -293,7 +293,6 @@ def finished(
 
 
 def to_device_of(images: torch.Tensor, array: NDArray[Any]) -> torch.Tensor:
-    """Return `array` as a tensor on the device of `images`."""
     return without_waiting(torch.from_numpy(array), images.device)
 
 
