@@ -564,9 +564,8 @@ def end(run: Run) -> None:
         patience = run.plan.config.hooks.stop_early
         run.write_status("finished", "" if run.is_last_step else f"no better top-1 for {patience:g} epochs")
     else:
-        reason = run.stopping.describe()
-        run.write_status("stopped", reason)
-        words = messages.stopped(reason)
+        run.write_status("stopped", run.stopping.describe())
+        words = messages.stopped(run.stopping.describe())
         tell_torchrun(words)  # on all ranks: it shows those of whichever ends first, below a traceback of its own
         if run.plan.launch.rank == 0:
             print(words, file=sys.stderr)

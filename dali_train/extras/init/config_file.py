@@ -165,8 +165,7 @@ def _in_time(
         every = _evaluate_every(choice, epochs)
         return trial.run_s(config.steps(epochs, len(choice.split)), math.ceil(epochs / every))
 
-    left_s = seconds - (time.perf_counter() - begin)
-    fitting = min(trial.epochs_in(left_s, run_s), 5 * choice.epochs)
+    fitting = min(trial.epochs_in(seconds - (time.perf_counter() - begin), run_s), 5 * choice.epochs)
     needed = duration(run_s(fitting))
     return replace(choice, epochs=fitting, epochs_reason=f"about {needed} on this machine, as tried"), (
         f"\n{plural(fitting, 'epoch')} will take about {needed}, {choice.global_batch / trial.step_s:,.0f} images/s, "
