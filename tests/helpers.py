@@ -20,7 +20,7 @@ from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import open_split
 from dali_train.data.dataset.storage import Storage
 from dali_train.data.loading.cache import Eviction
-from dali_train.data.loading.loader import RunLoader, TrainLoader
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.loading.pipelines import Batch
 from dali_train.runtime.status import STEP_PHASES, read_events
@@ -118,7 +118,7 @@ def loader_of(
     config: Config, *, start_step: int = 0, rank: int = 0, ranks: int = 1, num_threads: int = 1, device: str = "cpu"
 ) -> TrainLoader:
     place = Place(dp_rank=rank, dp_size=ranks, device=torch.device(device), num_threads=num_threads)
-    loader = RunLoader(open_split(config.data, "train"), config, place, start_step=start_step)
+    loader = TrainLoader.of_split(open_split(config.data, "train"), config, place, start_step=start_step)
     loader.prepare()
     return loader
 

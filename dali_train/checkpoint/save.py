@@ -92,7 +92,6 @@ class CheckpointWriter:
 
     @classmethod
     def of(cls, plan: RunPlan, group: dist.ProcessGroup | None, weights: WeightDigests) -> "CheckpointWriter":
-        """Return the writer of a run's checkpoints."""
         return cls(
             plan.directory / "checkpoints",
             group,

@@ -158,7 +158,6 @@ def _evaluator(plan: RunPlan) -> Evaluator:
 
 
 def _print_classes(evaluator: Evaluator, split: Split) -> None:
-    """Print the accuracy by class of the last evaluation."""
     names = split.manifest.class_names or tuple(map(str, range(split.num_classes)))
     for line in evaluator.describe_classes(names):
         print(line)

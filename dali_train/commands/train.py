@@ -11,7 +11,6 @@ import platform
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -34,14 +33,15 @@ from dali_train.checkpoint.format import RunValues, Tensors
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Progress, Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
-from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
+from dali_train.commands import messages
+from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config, load_config
 from dali_train.config.check import Extra
 from dali_train.data.loading.decoders import describe_decoder
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import pixel_format
 from dali_train.data.sampling.rng import DRAWS_VERSION
-from dali_train.errors import ConfigError, DatasetError, RunError
+from dali_train.errors import ConfigError, RunError
 from dali_train.files import git_commit, write_atomically
 from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
@@ -58,7 +58,6 @@ from dali_train.training.build import (
     build_evaluators,
     build_loader,
     build_trainer,
-    fit_to_ranks,
     prepare,
     warm_up_trainer,
 )
@@ -75,7 +74,6 @@ logger = logging.getLogger("dali_train")
 MIRROR = Extra[Callable[[Config, Launch, StopRequests], AbstractContextManager[Any]]](
     "dali_train.extras.mirror:mirrored", "run.mirror"
 )
-FASTEST_NUMBER = Extra[Callable[[Config], int]]("dali_train.extras.num_processes:fastest_number", "num_processes auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +89,14 @@ class RunResult:
     model_file: Path | None  # the final weights, see `write_model`; None: the run is not finished
 
 
-LOCAL_LAUNCH = Extra[Callable[..., dict[int, RunResult | ConfigError | DatasetError]]](
-    "dali_train.extras.local_launch:launch_locally", "num_processes"
+RUN_LOCALLY = Extra[Callable[[Config, int | Literal["auto"]], RunResult]](
+    "dali_train.extras.num_processes:run_locally", "num_processes"
 )
 
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop uses, and when to evaluate and save. `progress` and the last three fields
+    """Everything that the training loop uses, and when to evaluate and save. `progress` and the last two fields
     change."""
 
     plan: RunPlan
@@ -115,7 +113,6 @@ class Run:
     progress: Progress
     stopping: StopReason = StopReason.NONE
     saved_at: float = field(default_factory=time.monotonic)  # the last checkpoint, or the start
-    save_is_asked: bool = False  # by any rank, for this step
 
     @property
     def step(self) -> int:
@@ -171,7 +168,7 @@ class Run:
     def checkpoint_is_due(self) -> bool:
         every = self.plan.config.run.checkpoint_every_steps
         due = self.step % every == 0 if every is not None else self.has_passed(1.0)
-        return due or self.save_is_asked or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
+        return due or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
 
     def checkpoint_is_old(self) -> bool:
         limit = self.plan.config.run.checkpoint_every_seconds
@@ -198,11 +195,6 @@ class Run:
                 evaluations=evaluations_digest(progress.evaluations),
             ).write(self.plan.directory)
 
-    def write_model(self) -> None:
-        """Write the final weights for other programs, once the run is finished and saved."""
-        if self.is_finished and self.plan.launch.rank == 0:
-            write_model(self.plan.directory, self.step)
-
     def close(self) -> None:
         """Call the hooks that read the files of the run, when all are written."""
         if self.plan.launch.rank == 0:
@@ -215,26 +207,13 @@ class Run:
         return self.trainer.metrics.num_skipped() == steps and (steps > 1 or not self.start_step)
 
     def why_unsaved(self) -> str:
-        if self.has_trained_nothing():
-            since = f" since step {self.start_step}" if self.start_step else ""
-            weights = f"those of step {self.start_step}" if self.start_step else "the initial ones"
-            return f"all steps{since} overflowed, so the weights are still {weights}"
-        return "weights or the last loss are not finite"
-
-    def good_checkpoint(self) -> str:
-        """Say which checkpoint to go back to; the last save must be complete."""
-        newest = newest_step(self.plan.directory)
-        return f"the newest checkpoint, of step {newest}, is good" if newest is not None else "there is no checkpoint"
+        return messages.why_unsaved(overflowed=self.has_trained_nothing(), start_step=self.start_step)
 
     def unsaved_error(self) -> NonFiniteError:
-        """Return the error for a run that ends unsaved, because weights or loss are not finite, or nothing was
-        trained."""
-        saved = self.good_checkpoint()
-        when = "ended" if self.is_finished else f"stopped on request ({self.stopping.describe()})"
-        return NonFiniteError(
-            f"the run {when} at step {self.step} of {self.plan.total_steps}, but was not saved: {self.why_unsaved()}, "
-            f"and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or precision.dtype bf16"
-        )
+        """Return the error for a run that ends without its last steps saved; the last save must be complete."""
+        ending = "ended" if self.is_finished else f"stopped on request ({self.stopping.describe()})"
+        newest = newest_step(self.plan.directory)
+        return NonFiniteError(messages.unsaved(ending, self.step, self.plan.total_steps, self.why_unsaved(), newest))
 
     def result(self) -> RunResult:
         return RunResult(
@@ -262,58 +241,12 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
     """
     config = load_config(config) if isinstance(config, Path | str) else config
     if num_processes is not None:
-        return _run_locally(config, num_processes)
+        return RUN_LOCALLY.load()(config, num_processes)
     stop_requests = StopRequests(config.run.max_seconds)
     try:
         return run_rank(config, LaunchOptions(), stop_requests)
     finally:
         stop_requests.close()
-
-
-def _run_locally(config: Config, num_processes: int | Literal["auto"]) -> RunResult:
-    """Run in new processes on this host, see `run`."""
-    if config.hooks.user and not config.files:
-        raise ConfigError(
-            "hooks.user with num_processes: the new processes find hooks only in a config file; define them there, "
-            "or use torchrun"
-        )
-    if num_processes == "auto":
-        num_processes = FASTEST_NUMBER.load()(config)
-    if num_processes < 1:
-        raise ConfigError(f"num_processes is {num_processes}: use at least 1, or auto")
-    fit_to_ranks(config, Launch(world_size=num_processes, port=1))
-    hooks = hook_names(config.hooks.user)
-    config = config.replace({"hooks.user": ()})  # which may not pickle
-    results = LOCAL_LAUNCH.load()(_run_or_mistake, config, hooks, num_processes=num_processes)
-    for error in results.values():
-        if isinstance(error, Exception):
-            error.reported_elsewhere = False  # no rank has printed it
-            raise error
-    result = results[0]
-    assert isinstance(result, RunResult)
-    return result
-
-
-def _run_or_mistake(config: Config, hooks: list[str]) -> RunResult | ConfigError | DatasetError:
-    """Run in a separate process, and return an error for the parent to raise, instead of printing a traceback.
-
-    Args:
-        hooks: names of the hooks.user that the config's file defines.
-    """
-    try:
-        if config.files:
-            path = next(iter(config.files))
-            with warnings.catch_warnings(action="ignore"):  # the parent has shown them
-                user = load_config(path).hooks.user  # also registers the user's models and losses in this process
-            if hooks and hook_names(user) != hooks:
-                raise ConfigError(
-                    f"hooks.user is {', '.join(hooks)}, but {path} has {', '.join(hook_names(user)) or 'none'}: the "
-                    "processes of num_processes have only those of the file; set hooks.user there, or use torchrun"
-                )
-            config = config.replace({"hooks.user": user if hooks else ()})
-        return run(config)
-    except (ConfigError, DatasetError) as error:
-        return error
 
 
 def run_rank(config: Config, options: LaunchOptions, stop_requests: StopRequests) -> RunResult:
@@ -360,11 +293,7 @@ def exit_is_an_error() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        caller = traceback.extract_tb(error.__traceback__)[-1]
-        raise RunError(
-            f"{caller.filename}, line {caller.lineno}, in {caller.name} called sys.exit({error.code!r}) during the "
-            "run: raise an exception there instead, or end the run with run.max_steps"
-        ) from error
+        raise RunError(messages.called_exit(traceback.extract_tb(error.__traceback__)[-1], error.code)) from error
 
 
 @exit_is_an_error()
@@ -388,7 +317,8 @@ def build(
     hooks = make_hooks(config.hooks, plan.layout)
     hooks.announce(plan)
     start, progress = find_start(plan, group)
-    check_end(plan, progress.step)
+    if progress.step > plan.total_steps:
+        raise ConfigError(messages.past_the_end(config, plan.num_images, plan.total_steps, progress.step))
     trainer = restored_trainer(plan, start, evaluates=evaluators is not None)
     loader = build_loader(plan, start_step=progress.step)
     start.release()
@@ -412,25 +342,6 @@ def build(
     run.write_status("running")
     run.write_accuracies()
     return run
-
-
-def check_end(plan: RunPlan, step: int) -> None:
-    """Check that a run that has done `step` steps has not passed the end in its config.
-
-    Raises:
-        ConfigError: it has done more steps than the config asks for.
-    """
-    if step <= plan.total_steps:
-        return
-    run = plan.config.run
-    global_batch = plan.config.batch.global_batch
-    asked = f"run.epochs {run.epochs:g} of {plan.num_images} images with batch.global_batch {global_batch}"
-    if run.max_steps == plan.total_steps:
-        asked = f"run.max_steps {run.max_steps}"
-    raise ConfigError(
-        f"{asked} ends the run after {plan.total_steps} steps, but its newest checkpoint is of step {step}: ask for at "
-        f"least {step} steps, or choose another run.dir to start at step 0"
-    )
 
 
 def restored_trainer(plan: RunPlan, start: Start, *, evaluates: bool) -> Trainer:
@@ -471,11 +382,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
         )
     )
     if run.evaluators is None:
-        root = plan.config.data.root
-        warnings = [
-            *warnings,
-            f"{root} has no validation split: nothing is evaluated, and no checkpoint is the best",
-        ]
+        warnings = [*warnings, messages.no_validation(plan.config.data.root)]
     for warning in (*warnings, *run.loader.warnings):
         logger.warning(warning)
 
@@ -493,9 +400,9 @@ def loop(run: Run, agreement: StepAgreement) -> None:
         lr = learning_rate(run.plan.config, index, run.plan.num_images)
         images = run.trainer.step(index, lr, run.loader)
         run.progress.step = index + 1
-        run.stopping, run.save_is_asked = agreement.agreed()
+        run.stopping, save_is_asked = agreement.agreed()
         report_step(run, lr, images)
-        if run.checkpoint_is_due():
+        if save_is_asked or run.checkpoint_is_due():
             save(run)
         if run.stopping and not run.is_last_step:
             break
@@ -505,7 +412,8 @@ def loop(run: Run, agreement: StepAgreement) -> None:
     run.saver.wait()
     if run.has_stalled and run.progress.saved_step != run.step:
         raise run.unsaved_error()
-    run.write_model()
+    if run.is_finished and run.plan.launch.rank == 0:
+        write_model(run.plan.directory, run.step)
 
 
 def report_step(run: Run, lr: float, images: StepImages) -> None:
@@ -624,10 +532,8 @@ def require_equal_replicas(run: Run, state: Mapping[str, Tensors], values: RunVa
         run.replicas.compare(run.step, state, values)
     except HardwareFaultError as error:
         run.saver.wait()
-        raise HardwareFaultError(
-            f"{error}. In {run.plan.directory}, {run.good_checkpoint()}: start the same command without the faulty "
-            "host, and the run goes on from there"
-        ) from None
+        newest = newest_step(run.plan.directory)
+        raise HardwareFaultError(messages.faulty_replica(error, run.plan.directory, newest)) from None
 
 
 def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
@@ -659,7 +565,7 @@ def end(run: Run) -> None:
         run.write_status("finished", "" if run.is_last_step else f"no better top-1 for {patience:g} epochs")
     else:
         run.write_status("stopped", run.stopping.describe())
-        words = f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume"
+        words = messages.stopped(run.stopping.describe())
         tell_torchrun(words)  # on all ranks: it shows those of whichever ends first, below a traceback of its own
         if run.plan.launch.rank == 0:
             print(words, file=sys.stderr)

@@ -20,7 +20,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import text_index_path
 from dali_train.data.loading.dali import (
     INPUTS,
-    LOOK_INPUTS,
+    VIEW_INPUTS,
     Feed,
     graph_options,
     normalised,
@@ -84,7 +84,7 @@ class DaliReaderPipeline(TrainingPipeline):
                 "some ranks read more of their part of the data than others, so images are not seen equally often"
             )
         self._root, self._pixels = split.root, pixels
-        known = INPUTS | LOOK_INPUTS
+        known = INPUTS | VIEW_INPUTS
         inputs = {name: known[name] for name in ("mirror", "lambdas", "partners")}
         unknown = np.full(size, -1)
         self._feed = Feed(inputs, lambda: replace(next(micro_batches), images=unknown, labels=unknown))

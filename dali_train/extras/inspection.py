@@ -23,7 +23,6 @@ logger = logging.getLogger("dali_train")
 
 
 def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
-    """Return the hooks of this rank."""
     hooks: list[Hook] = []
     # No rank has all layers of a split model, so all ranks compute its norms together.
     if layout.rank == 0 or layout.splits_model:

@@ -41,7 +41,6 @@ _LARGEST = np.finfo(np.float16).max
 
 
 def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
-    """Return the hooks of this rank."""
     return [Ledger()] if config.ledger else []
 
 

@@ -1,4 +1,4 @@
-"""How many processes `num_processes auto` starts on this host: one per GPU, or what its processor trains fastest with.
+"""A run in `num_processes` new processes on this host; auto: one per GPU, or what its processor trains fastest with.
 
 The cores of a processor can be the threads of one rank, or be shared by several ranks with fewer threads each: threads
 that share one operator wait for each other, and ranks wait for the all-reduce. Which costs more depends on the model
@@ -8,28 +8,79 @@ and the machine, so it is measured. Samples do not depend on it, and weights onl
 
 import os
 import time
+import warnings
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from dali_train.commands.equal_ranks import hook_names
+from dali_train.commands.train import RunResult, run
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import read_manifest
-from dali_train.extras.cost.memory import estimate_memory
+from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.local_launch import launch_locally
-from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.extras.plan.forecast import forecast
+from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import METRICS, read_events
 from dali_train.text import duration, plural
+from dali_train.training.build import fit_to_ranks
 from dali_train.training.cost import flops_per_image
-from dali_train.training.model import build_model, check_sizes
+from dali_train.training.model import build_model
 from dali_train.training.precision import Precision
 
 _MOST = 8  # processes: each holds the model, its gradients and the optimizer's state
 _USABLE = 0.5  # of the host's memory
 _PASS_FLOPS = 2e10  # of a pass that is measured, at most: 0.2 s at 100 GFLOP/s
 _FEWEST_ROUNDS, _SECONDS = 3, 1.0  # of measuring, with each number of processes
+
+
+def run_locally(config: Config, num_processes: int | Literal["auto"]) -> RunResult:
+    """Run in new processes on this host, see `run`."""
+    if config.hooks.user and not config.files:
+        raise ConfigError(
+            "hooks.user with num_processes: the new processes find hooks only in a config file; define them there, "
+            "or use torchrun"
+        )
+    if num_processes == "auto":
+        num_processes = fastest_number(config)
+    if num_processes < 1:
+        raise ConfigError(f"num_processes is {num_processes}: use at least 1, or auto")
+    fit_to_ranks(config, Launch(world_size=num_processes, port=1))
+    hooks = hook_names(config.hooks.user)
+    config = config.replace({"hooks.user": ()})  # which may not pickle
+    results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
+    for error in results.values():
+        if isinstance(error, Exception):
+            error.reported_elsewhere = False  # no rank has printed it
+            raise error
+    assert isinstance(results[0], RunResult)
+    return results[0]
+
+
+def _run_or_mistake(config: Config, hooks: list[str]) -> RunResult | ConfigError | DatasetError:
+    """Run in a separate process, and return an error for the parent to raise, instead of printing a traceback.
+
+    Args:
+        hooks: names of the hooks.user that the config's file defines.
+    """
+    try:
+        if config.files:
+            path = next(iter(config.files))
+            with warnings.catch_warnings(action="ignore"):  # the parent has shown them
+                user = load_config(path).hooks.user  # also registers the user's models and losses in this process
+            if hooks and hook_names(user) != hooks:
+                raise ConfigError(
+                    f"hooks.user is {', '.join(hooks)}, but {path} has {', '.join(hook_names(user)) or 'none'}: the "
+                    "processes of num_processes have only those of the file; set hooks.user there, or use torchrun"
+                )
+            config = config.replace({"hooks.user": user if hooks else ()})
+        return run(config)
+    except (ConfigError, DatasetError) as error:
+        return error
 
 
 def fastest_number(config: Config) -> int:
@@ -51,9 +102,7 @@ def fastest_number(config: Config) -> int:
     if starts and 1 <= (before := starts[-1].get("ranks", 0)) <= min(cores, num_micro_batches):
         return int(before)
     num_classes = read_manifest(config.data).num_classes
-    model = build_model(config, num_classes, torch.device("meta"))
-    check_sizes(model, config)
-    memory = estimate_memory(config, model)
+    model, memory, _ = forecast(config, None, num_classes, checks_weights=False)
     fitting = _USABLE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     counts = [
         count

@@ -105,44 +105,44 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
     return Launch(local_rank=options.local_rank or 0)
 
 
-def is_first_on_host(local_rank: int | None = None, environ: Mapping[str, str] = os.environ) -> bool:
+def is_first_on_host(local_rank: int | None = None) -> bool:
     """Return whether this process is the first one of the run on its host, as far as the launcher tells.
 
     Args:
         local_rank: ColossalAI's option.
     """
-    return _first_known(environ.get("LOCAL_RANK"), environ.get("SLURM_LOCALID"), local_rank) == "0"
+    return _first_known(os.environ.get("LOCAL_RANK"), os.environ.get("SLURM_LOCALID"), local_rank) == "0"
 
 
-def is_first(rank: int | None = None, environ: Mapping[str, str] = os.environ) -> bool:
+def is_first(rank: int | None = None) -> bool:
     """Return whether this process is rank 0, as far as the launcher tells.
 
     Args:
         rank: ColossalAI's option.
     """
-    return _first_known(environ.get("RANK"), environ.get("SLURM_PROCID"), rank) == "0"
+    return _first_known(os.environ.get("RANK"), os.environ.get("SLURM_PROCID"), rank) == "0"
 
 
 def _first_known(*numbers: str | int | None) -> str:
     return next((str(number) for number in numbers if number is not None), "0")
 
 
-def tell_torchrun(message: str, environ: Mapping[str, str] = os.environ) -> None:
+def tell_torchrun(message: str) -> None:
     """Make torchrun show `message` in its table of failed ranks, at the end of the output."""
-    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
 
 
-def leave_to_torchrun(environ: Mapping[str, str] = os.environ) -> None:
+def leave_to_torchrun() -> None:
     """Wait, when another rank reports the error, for torchrun to end this one: it ends all ranks as soon as one has
     ended, also the one that is about to report, and takes the earliest failure as the root cause."""
-    if environ.get("TORCHELASTIC_ERROR_FILE"):
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S)
-        tell_torchrun("another rank reports the error", environ)
+        tell_torchrun("another rank reports the error")
 
 
 def _from_variables(launcher: str, environ: Mapping[str, str]) -> Launch:
@@ -298,13 +298,13 @@ class _Variables:
         )
 
 
-def exit_if_launcher_dies(environ: Mapping[str, str] = os.environ) -> None:
+def exit_if_launcher_dies() -> None:
     """Watch the parent from a thread, under torchrun or under `launch_locally`, which uses torchrun's agent.
 
     With other parents the run should survive, e.g. under nohup or after its shell was closed. Linux's own signal for
     this (PR_SET_PDEATHSIG) is sent when the *thread* that started the process ends, so it is not used.
     """
-    if "TORCHELASTIC_RUN_ID" in environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="launcher", daemon=True).start()
 
 

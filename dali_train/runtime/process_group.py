@@ -233,7 +233,6 @@ def host_group(launch: Launch, timeout: timedelta | None = None) -> dist.Process
 
 
 def _timeout(launch: Launch) -> timedelta:
-    """Return the timeout of collectives."""
     return timedelta(seconds=launch.timeout_s) + _AFTER_WATCHDOG
 
 

@@ -194,14 +194,9 @@ def _is_event(line: dict[str, Any]) -> bool:
         return False
     if not all(isinstance(line.get(name, ""), str) for name in TEXTS):
         return False
-    if "record" in line and not is_fingerprint(line["record"]):
+    if "record" in line and not re.fullmatch("[0-9a-f]{64}", line["record"]):
         return False
     return all(math.isfinite(value) for name, value in line.items() if name == "epoch" or name.endswith("_s"))
-
-
-def is_fingerprint(value: Any) -> bool:
-    """Return whether `value` has the form of a run's record, see checkpoint/fingerprint.py."""
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _is_number(value: Any) -> bool:

@@ -3,7 +3,6 @@
 The caller restores a checkpoint into the trainer; this package knows nothing of checkpoints.
 """
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -14,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dali_train.config import Config, DataConfig, ParallelConfig
+from dali_train.config import Config, DataConfig, ParallelConfig, RunConfig
 from dali_train.config.check import Extra
 from dali_train.data.dataset.index import Split, open_split, read_labels
 from dali_train.data.dataset.manifest import Manifest, SplitName
 from dali_train.data.dataset.storage import DatasetLocation, storage_of
 from dali_train.data.loading.cache import Node, join_node
-from dali_train.data.loading.loader import RunLoader, TrainLoader
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import Place, blank_images, decoding_threads, pixel_format
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
@@ -44,10 +43,8 @@ from dali_train.training.pipelined import PipelineTrainer, StageRunner
 from dali_train.training.precision import Precision, choose_tf32, compute_in
 from dali_train.training.schedule import schedule_of
 from dali_train.training.timing import PhaseClock
-from dali_train.training.trainer import StepAudit, Trainer
+from dali_train.training.trainer import Trainer
 from dali_train.training.weight_files import Tensors
-
-logger = logging.getLogger("dali_train")
 
 # What a run may do without, imported where it is asked for.
 LOCAL_COPY = Extra[Callable[[DataConfig, Launch], DatasetLocation]](
@@ -59,8 +56,8 @@ CHECK_LABELS = Extra[Callable[[Config, Split], None]](
 EVALUATE_SEVERAL_LABELS = Extra[type[Evaluator]](
     "dali_train.extras.several_labels.evaluation:SeveralLabelsEvaluator", SEVERAL_LABELS.user
 )
-AUDIT = Extra[Callable[..., tuple[StepAudit | None, str]]](
-    "dali_train.extras.proof.audit:make_audit", "run.audit_every_steps"
+AUDITED = Extra[Callable[[Trainer, RunConfig, torch.device], Trainer]](
+    "dali_train.extras.proof.audit:audited", "run.audit_every_steps"
 )
 
 
@@ -201,7 +198,9 @@ def build_loader(plan: RunPlan, *, start_step: int = 0) -> TrainLoader:
     layout = plan.layout
     place = Place(dp_rank=layout.data_rank, dp_size=layout.data_size, device=plan.device, num_threads=plan.num_threads)
     decodes = layout.pipeline_rank == 0
-    loader = RunLoader(plan.split, plan.config, place, node=plan.node, start_step=start_step, decodes=decodes)
+    loader = TrainLoader.of_split(
+        plan.split, plan.config, place, node=plan.node, start_step=start_step, decodes=decodes
+    )
     loader.prepare()
     return loader
 
@@ -339,14 +338,6 @@ def build_trainer(
     num_steps = 0 if classes is None else config.steps(config.run.epochs, classes.num_images)
     # A sharded gradient, and a partial one of tensor parallelism, has no norm before it is reduced.
     has_noise = batch.num_micro_batches > 1 and not layout.shards_weights
-    audit: StepAudit | None = None
-    every = config.run.audit_every_steps
-    if every is not None:
-        make_audit = AUDIT.load()
-        deterministic = config.run.deterministic
-        audit, reason = make_audit(model, layout, every, batch.num_micro_batches, device, deterministic=deterministic)
-        if audit is None and layout.rank == 0:
-            logger.warning("run.audit_every_steps %d: nothing is audited, because %s", every, reason)
     trainer = Trainer(
         model=model,
         parallel=parallel,
@@ -360,13 +351,12 @@ def build_trainer(
         ema=Ema(model, config.ema, num_steps) if config.ema.decay is not None else None,
         noise=NoiseScale(parallel, batch.num_micro_batches, batch.micro_batch, device) if has_noise else None,
         num_micro_batches=batch.num_micro_batches,
-        audit=audit,
         clip=make_clip(optimizer, config.optimizer, description),
         keep_gradients=config.model.compile == "cuda-graphs",
     )
-    if not parallel.stages:
-        return trainer
-    return PipelineTrainer(**vars(trainer), pipeline=StageRunner(parallel, config, num_classes))
+    if parallel.stages:
+        return PipelineTrainer(**vars(trainer), pipeline=StageRunner(parallel, config, num_classes))
+    return trainer if config.run.audit_every_steps is None else AUDITED.load()(trainer, config.run, device)
 
 
 def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_threads: int) -> None:

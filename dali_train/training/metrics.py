@@ -27,7 +27,7 @@ from torch import nn
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.cache import Node
-from dali_train.data.loading.loader import RunEvalLoader
+from dali_train.data.loading.loader import EvalLoader
 from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.loading.pipelines import without_waiting
 from dali_train.errors import RunError
@@ -308,7 +308,7 @@ class Evaluator:
         images = np.arange(len(split)) if labels is None else np.flatnonzero((labels >= 0).any(axis=1))
         place = Place(dp_rank=layout.data_rank, dp_size=layout.data_size, device=device, num_threads=num_threads)
         decodes = layout.pipeline_rank == 0  # later stages get no images, but what the first makes of them
-        self._loader = RunEvalLoader(split, config, place, node=node, decodes=decodes, images=images)
+        self._loader = EvalLoader.of_split(split, config, place, node=node, decodes=decodes, images=images)
         self._loader.prepare()
         most = -(-len(images) // (layout.data_size * config.batch.micro_batch))
         self._num_blank = most - len(self._loader) if layout.splits_model else 0

@@ -527,7 +527,8 @@ def compare_with_timm(
 
 def describe_parameters(model: nn.Module) -> str:
     """Return the number of parameters of `model`, and if some are frozen, the number trained."""
-    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return f"{total:,} parameters" + (f", of which {trained:,} are trained" if trained < total else "")
 
 

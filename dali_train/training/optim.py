@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
 import torch
@@ -251,9 +251,9 @@ def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
         if parameter.requires_grad:
             is_excluded = (config.exclude_vectors and parameter.ndim <= 1) or name in tokens
             kind = excluded if is_excluded else decayed
-            rows = (row for row in config.groups if fnmatchcase(name, row[0]))
-            for _, lr_factor, decay_factor in islice(rows, 1):
-                kind = lr_factor, config.weight_decay * decay_factor
+            row = next((row for row in config.groups if fnmatchcase(name, row[0])), None)
+            if row is not None:
+                kind = row[1], config.weight_decay * row[2]
             members[kind].append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, "lr_scale": scale}

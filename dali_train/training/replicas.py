@@ -10,8 +10,9 @@ import hashlib
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -117,9 +118,10 @@ class Replicas:
             sums.append(torch.stack([digest(local(tensor)).to(self.device) for tensor in tensors_of_part]))
         # One digest of the digests of each part: on the device, then read at once.
         wholes = torch.stack([digest(own) for own in sums]).tolist() if sums else []
-        mine = {part: (*whole, _text_digest(numbers)) for part, whole in zip(names, wholes, strict=True)}
+        text = hashlib.sha256(repr(numbers).encode()).hexdigest()
+        mine = {part: (*whole, text) for part, whole in zip(names, wholes, strict=True)}
         everyone = _gathered(mine, self.group)
-        odd = {part: ranks for part in _all_parts(everyone) if (ranks := _odd_ranks(part, everyone))}
+        odd = {part: ranks for part in dict.fromkeys(chain(*everyone)) if (ranks := _odd_ranks(part, everyone))}
         if not odd:
             return
         details = {
@@ -161,19 +163,11 @@ def _split(name: str) -> tuple[str, str]:
     return section, rest
 
 
-def _text_digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
 def _gathered(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
     """Return the values of all ranks of `group`."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _all_parts(everyone: Iterable[Mapping[Part, object]]) -> list[Part]:
-    return list(dict.fromkeys(part for own in everyone for part in own))
 
 
 def _odd_ranks(part: Part, everyone: Sequence[Mapping[Part, object]]) -> tuple[list[int], int] | None:

@@ -1,10 +1,8 @@
 """One optimizer step, without making the host wait: accumulate this rank's micro-batches, all-reduce gradients, clip,
 update."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,30 +24,10 @@ StepImages = tuple[tuple[MicroBatch, ...], Batch]
 """This rank's micro-batches of a step, and the batch of the last one with its pixels."""
 
 
-Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Sequence[torch.Tensor]]
-"""From the images, targets and lambdas of a micro-batch as in `Batch`, and its dropout seed, to the gradient of each
-audited parameter."""
-
-
 Observer = Callable[[Batch, torch.Tensor], None]
 """Gets a micro-batch and its logits, (n, classes), as the forward pass left them, in any float type and without a
 gradient. Called where the logits are: in a pipeline on the ranks with the last stage. It must not wait for the
 device."""
-
-
-class StepAudit(Protocol):
-    """What checks a step's gradients, see extras/proof/audit.py."""
-
-    parameters: list[nn.Parameter]
-
-    @property
-    def is_due(self) -> bool: ...
-
-    def begin_step(self, step: int) -> None: ...
-
-    def recording(self, number: int, batch: Batch) -> AbstractContextManager[None]: ...
-
-    def compare(self, step: int, gradients: Gradients) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +49,6 @@ class Trainer:
     keep_gradients: bool = False
     ema: Ema | None = None
     noise: NoiseScale | None = None
-    audit: StepAudit | None = None
     observers: list[Observer] = field(default_factory=list)  # hooks add theirs
 
     def begin_averages(self) -> None:
@@ -87,12 +64,7 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # the layer's factor, with layer-wise decay
         if self.noise is not None:
             self.noise.begin_step(step, self.precision.loss_scale())
-        if self.audit is not None:
-            self.audit.begin_step(step)
         micro_batches, batch = self.forward_backward(step, loader)
-        if self.audit is not None and self.audit.is_due:
-            self.clock.enter("backward")  # which it repeats; it would count as communication
-            self.audit.compare(step, self.gradients)
         self.parallel.finish_gradients()
         self.clock.enter("optimizer")
         layout = self.parallel.layout if self.parallel.layout.splits_model else None
@@ -112,7 +84,8 @@ class Trainer:
         return micro_batches, batch
 
     def forward_backward(self, step: int, loader: TrainLoader) -> StepImages:
-        """Compute the gradient of the step's mean loss into each parameter's `grad`. Pipelines override this."""
+        """Compute the gradient of the step's mean loss into each parameter's `grad`. Pipelines and audits override
+        this."""
         micro_batches = []
         num_local_micro_batches = self.parallel.layout.num_local_micro_batches(self.num_micro_batches)
         num_passes = self.parallel.num_passes(self.num_micro_batches)
@@ -132,8 +105,7 @@ class Trainer:
                     if has_micro_batch:
                         loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
                 self.clock.enter("backward", all_reduce_follows=is_last)
-                with nullcontext() if self.audit is None else self.audit.recording(number, batch):
-                    (self.scaled(loss) if has_micro_batch else zero_loss(output)).backward()
+                self.backward(self.scaled(loss) if has_micro_batch else zero_loss(output), step, number, batch)
             if number == 0 and self.noise is not None:
                 self.noise.add_first_micro_batch(self.model)
             if not has_micro_batch:
@@ -151,18 +123,9 @@ class Trainer:
         for observe in self.observers:
             observe(batch, logits.detach())
 
-    def gradients(
-        self, images: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor, dropout_seed: int
-    ) -> Sequence[torch.Tensor]:
-        """Return the gradient of each audited parameter for a micro-batch, as a pass of `forward_backward` adds it to
-        the step's. BatchNorm's statistics of this micro-batch, which the forward pass leaves in the model, are
-        overwritten at the end of the step."""
-        assert self.audit is not None
-        seed_micro_batch(dropout_seed, images.device)
-        with self.precision.autocast():
-            images = images.to(self.precision.image_dtype)
-            loss, _ = self.objective(self.model(images), images, targets, lambdas)
-        return torch.autograd.grad(self.scaled(loss), self.audit.parameters)
+    def backward(self, loss: torch.Tensor, step: int, number: int, batch: Batch) -> None:
+        """Compute the gradient of `loss`, of this rank's micro-batch `number` of `step`. Audits override this."""
+        loss.backward()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale the mean `loss` of one micro-batch by its weight in the step and by float16's loss scale. DDP and FSDP

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dali_train.config import Config, ParallelConfig, load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import RunLoader
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import Place
 from dali_train.extras.cost.memory import estimate_memory
 from dali_train.parallel import parallelize
@@ -66,7 +66,7 @@ def _peak_of_a_step(config: Config, device: torch.device, watch: Watch) -> int:
     layout = Layout.from_config(Launch(rank=0, world_size=1, port=1), ParallelConfig())
     trainer = build_trainer(config, layout, NUM_CLASSES, device)
     split = Split(config.data.root, "train")
-    loader = RunLoader(split, config, Place(dp_rank=0, dp_size=1, device=device, num_threads=1))
+    loader = TrainLoader.of_split(split, config, Place(dp_rank=0, dp_size=1, device=device, num_threads=1))
     for step in range(2):  # the first makes the optimizer's state
         torch.cuda.reset_peak_memory_stats(device)
         watch.waits.clear()

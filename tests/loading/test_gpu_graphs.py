@@ -19,7 +19,7 @@ from dali_train.config import DataConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading import decoders
-from dali_train.data.loading.augment import OPERATORS, Augmentation
+from dali_train.data.loading.augment import OPERATORS
 from dali_train.data.loading.dali import (
     Feed,
     _decoding_graph,
@@ -90,10 +90,9 @@ def as_raw(split: Split) -> Split:
 
 
 def training(split: Split, data: DataConfig, looks: list[dict[str, Any]]) -> Pipeline:
-    settings = [replace(data, **look) for look in looks]
-    pairs = [(one, Augmentation.of(one)) for one in settings]
-    feed = Feed(training_inputs(split, open_storage(split, data), pairs), lambda: pytest.fail("nothing is run"))
-    return training_graph(feed, pairs, GPU, split, **graph_options(GPU, size=4))
+    views = [replace(data, **look) for look in looks]
+    feed = Feed(training_inputs(split, open_storage(split, data), views), lambda: pytest.fail("nothing is run"))
+    return training_graph(feed, views, GPU, split, **graph_options(GPU, size=4))
 
 
 @pytest.mark.parametrize(("looks", "boxes"), [*((name, False) for name in LOOKS), ("plain", True), ("views", True)])

@@ -15,7 +15,7 @@ import torch
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.dali import PREFETCH
-from dali_train.data.loading.loader import RunLoader, TrainLoader
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.runtime.process import num_cores
 from tools.bench.turns import Spread, alone, describe_machine, loading_config, parser_of, write_lines
 
@@ -36,7 +36,7 @@ def main() -> None:
     def loader_of(path: str, **settings: Any) -> TrainLoader:
         data = DataConfig(root=path, num_threads=options.threads, **settings)
         config = loading_config(data, micro_batch=options.batch, mixup_alpha=0.2)
-        return RunLoader(Split(path, "train"), config, alone(device, options.threads))
+        return TrainLoader.of_split(Split(path, "train"), config, alone(device, options.threads))
 
     loaders = {}
     for name, _, path in (word.partition("=") for word in options.data):

@@ -96,10 +96,10 @@ def _config(
 def _loader(task: Task, **settings: Any) -> Iterator[Any]:
     import torch
 
-    from dali_train.data.loading.loader import RunLoader
+    from dali_train.data.loading.loader import TrainLoader
 
     split = Split(task.dataset, "train")
-    loader = RunLoader(split, _config(task, **settings), alone(torch.device("cpu"), task.threads))
+    loader = TrainLoader.of_split(split, _config(task, **settings), alone(torch.device("cpu"), task.threads))
     return iter(loader.next, None)
 
 

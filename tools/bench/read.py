@@ -21,7 +21,7 @@ import torch
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import RunLoader
+from dali_train.data.loading.loader import TrainLoader
 from tools.bench.turns import Spread, alone, describe_machine, loading_config, parser_of, write_lines
 
 
@@ -107,7 +107,7 @@ def measure(case: Case, options: argparse.Namespace) -> float:
     if case.cold:
         drop_pages(split)
     start = time.perf_counter()
-    loader = RunLoader(split, config, alone(torch.device("cpu"), options.threads))
+    loader = TrainLoader.of_split(split, config, alone(torch.device("cpu"), options.threads))
     count = len(split) // options.micro_batch
     for _ in range(count):
         loader.next()

@@ -34,7 +34,7 @@ from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles, stored_image
 from dali_train.data.loading.cache import ImageCache, join_node
-from dali_train.data.loading.loader import RunLoader
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
@@ -170,7 +170,7 @@ def ours(task: Task, data: DataConfig) -> Epochs:
     config, launch = config_of(data, task.epochs), Launch()
     split = Split(config.data.root, "train")
     node = join_node(config.data, launch, Layout.from_config(launch, config.parallel))
-    loader = RunLoader(split, config, alone(torch.device("cpu"), task.workers), node=node)
+    loader = TrainLoader.of_split(split, config, alone(torch.device("cpu"), task.workers), node=node)
     for _ in range(task.epochs):
         yield (loader.next() for _ in range(len(split) // MICRO_BATCH))
     del loader

@@ -192,12 +192,10 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     _revalidate_nfs_directories(out, state)
     _remove_discarded(state)  # by a run that was killed in its last moment
     where = conversion.destination
-    nothing = [
-        f"{where} is complete already: nothing to do. `dali-train data verify {shlex.quote(str(where))}` checks it"
-    ]
+    complete = [f"{where} is complete already: nothing to do. `dali-train data verify {shlex.quote(where)}` checks it"]
     if _is_complete(conversion, state):
         _remove_uploaded(conversion, state)
-        return nothing
+        return complete
     plans = phase in ("all", "plan")
     if not _is_claimed(conversion, state):
         _refuse_foreign(out, state, plans=plans)  # now, so that a refused conversion leaves nothing behind
@@ -207,7 +205,7 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     with locked(state, shared=part is not None) as discard, explain_full_disk(out):
         if _is_complete(conversion, state):  # another process has finished meanwhile
-            return nothing
+            return complete
         _claim(conversion, state, plans=plans, part=part)
         for images in conversion.splits.values() if part is None else ():  # parts would all write the same file
             images.keep()
@@ -223,39 +221,45 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
             bad = f"; {plural(num_bad, 'image')} in it cannot be decoded, see --finish" if num_bad else ""
             return [f"part {phase} is in {out}{bad}"]
         _refuse_missing(conversion, state, shards_of)
-        done = {split: [shards[number] for number in sorted(shards)] for split, shards in shards_of.items()}
-        left_out = {split: [image for shard in shards for image in shard.bad] for split, shards in done.items()}
-        report_bad_images(out, left_out, conversion.on_bad)
-        report = {
-            split: {
-                **sum((s.counts for s in shards), Counter()),
-                "left out, see quarantine.jsonl": sum(len(s.bad) for s in shards),
-            }
-            for split, shards in done.items()
-        }
-        label_sets = next(iter(conversion.splits.values())).label_sets
-        write_index(
-            out,
-            {split: [shard.indexed for shard in shards] for split, shards in done.items()},
-            label_base=LABEL_BASE,
-            class_names=conversion.class_names,
-            conversion={"options": conversion.identity(), "report": report},
-            label_sets=None if label_sets is None else sets_text(label_sets),
-            features=DEFAULT_FEATURES if label_sets is None else Features(label=LABEL_SET_KEY),
-        )
+        counted = _write_index(conversion, shards_of)
         lines = _upload_or_verify(conversion, read)
         for directory, _, _ in os.walk(out):  # before the options are gone, by which the next start goes on
             sync_directory(Path(directory))
         discard()
     if conversion.upload is not None:
         remove_tree(out)
-    counted = [
+    return [*counted, *lines, f"{where} is ready"]
+
+
+def _write_index(conversion: Conversion, shards_of: Mapping[SplitName, Mapping[int, WrittenShard]]) -> list[str]:
+    """Write quarantine.jsonl, the index and dataset.json, and return what was counted, a line a kind. Raises RunError:
+    bad images and ``on_bad`` is fail."""
+    done = {split: [shards[number] for number in sorted(shards)] for split, shards in shards_of.items()}
+    bad = {split: [image for shard in shards for image in shard.bad] for split, shards in done.items()}
+    report_bad_images(conversion.out, bad, conversion.on_bad)
+    report = {
+        split: {
+            **sum((shard.counts for shard in shards), Counter()),
+            "left out, see quarantine.jsonl": len(bad[split]),
+        }
+        for split, shards in done.items()
+    }
+    label_sets = next(iter(conversion.splits.values())).label_sets
+    write_index(
+        conversion.out,
+        {split: [shard.indexed for shard in shards] for split, shards in done.items()},
+        label_base=LABEL_BASE,
+        class_names=conversion.class_names,
+        conversion={"options": conversion.identity(), "report": report},
+        label_sets=None if label_sets is None else sets_text(label_sets),
+        features=DEFAULT_FEATURES if label_sets is None else Features(label=LABEL_SET_KEY),
+    )
+    return [
         f"{split}: {plural(count, 'image')}: {kind}"
         for split, kinds in report.items()
         for kind, count in kinds.items()
         if count
     ]
-    return [*counted, *lines, f"{where} is ready"]
 
 
 def _revalidate_nfs_directories(out: Path, state: Path) -> None:

@@ -106,7 +106,6 @@ def by_pil(operate: PilForm) -> CpuForm:
 
 
 def _beside(argument: Any, images: Any) -> Any:
-    """Return `argument` on the device of `images`."""
     return argument.gpu() if images.device == "gpu" else argument
 
 

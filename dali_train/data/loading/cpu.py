@@ -140,7 +140,6 @@ class CpuTransform:
             out.copy_(pixels.permute(2, 0, 1) if self._nchw else pixels)
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
     def _each(self, count: int, work: Callable[[int], None]) -> None:

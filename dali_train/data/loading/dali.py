@@ -66,7 +66,7 @@ INPUTS: dict[str, Input] = {
 }
 """The inputs of a training graph; `training_inputs` adds those that depend on dataset and settings."""
 
-LOOK_INPUTS: dict[str, Input] = {
+VIEW_INPUTS: dict[str, Input] = {
     "start": Input(types.INT32, 1, lambda batch: -batch.offsets),  # of the data.crop_side square, relative to the box
     "filter": Input(types.INT32, 0, lambda batch: _FILTERS[batch.filters]),
     "mirror": Input(types.INT32, 0, lambda batch: batch.flips & 1),
@@ -75,23 +75,19 @@ LOOK_INPUTS: dict[str, Input] = {
 """What a training graph does to a decoded box, in one view or in each of several."""
 
 
-Look = tuple[DataConfig, Augmentation | None]
-"""How training images look, or one view of them."""
-
-
-def training_inputs(split: Split, storage: Storage, looks: Sequence[Look]) -> dict[str, Input]:
+def training_inputs(split: Split, storage: Storage, views: Sequence[DataConfig]) -> dict[str, Input]:
     """Return all inputs of the training graph by name: `INPUTS`, the stored images, and the augmentation's draws. With
-    several `looks` the name of an input of a view has its number: "mirror 3"."""
+    several `views` the name of an input of a view has its number: "mirror 3"."""
     inputs = {"stored": stored_input(split, storage), "size": size_input(split), **INPUTS}
     if split.manifest.encoding == "raw":
         del inputs["size"]
-    if len(looks) == 1:
-        return inputs | _inputs_of(*looks[0])
-    for number, (data, augmentation) in enumerate(looks):
+    if len(views) == 1:
+        return inputs | _view_inputs(views[0])
+    for number, data in enumerate(views):
         own = {
             "anchor": Input(types.INT32, 1, lambda view: view.boxes[:, :2]),
             "shape": Input(types.INT32, 1, lambda view: view.boxes[:, 2:]),
-            **_inputs_of(data, augmentation),
+            **_view_inputs(data),
         }
         for name, one in own.items():
             inputs[f"{name} {number}"] = replace(one, take=partial(_of_view, number, one.take))
@@ -102,14 +98,15 @@ def _of_view(number: int, take: Callable[[MicroBatch], Any], batch: MicroBatch) 
     return np.ascontiguousarray(take(batch.views[number]))
 
 
-def _inputs_of(data: DataConfig, augmentation: Augmentation | None) -> dict[str, Input]:
-    """Return the inputs that say how an image looks after it is decoded."""
+def _view_inputs(data: DataConfig) -> dict[str, Input]:
+    """Return the inputs of `_transformed`."""
     needed = {
         "start": data.crop_side is not None,
         "filter": data.interpolation == "random",
         "upside down": data.vertical_flip > 0,
     }
-    inputs = {"mirror": LOOK_INPUTS["mirror"], **{name: LOOK_INPUTS[name] for name in needed if needed[name]}}
+    inputs = {"mirror": VIEW_INPUTS["mirror"], **{name: VIEW_INPUTS[name] for name in needed if needed[name]}}
+    augmentation = Augmentation.of(data)
     if augmentation is not None:
         for step in range(augmentation.num_steps):
             inputs[f"operator {step}"] = Input(types.INT32, 0, partial(_operators, step))
@@ -121,7 +118,6 @@ def _inputs_of(data: DataConfig, augmentation: Augmentation | None) -> dict[str,
 
 
 def crop_inputs(split: Split, storage: Storage) -> dict[str, Input]:
-    """Return the inputs of `crop_graph`."""
     boxes = {name: INPUTS[name] for name in ("anchor", "shape")}
     return {"stored": stored_input(split, storage), "size": size_input(split), **boxes}
 
@@ -194,7 +190,6 @@ class Feed:
             return batch, tuple(as_tensor_list(one.take(batch), one.layout) for one in self._inputs.values())
 
     def close(self) -> None:
-        """End the thread."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -235,30 +230,27 @@ def graph_options(pixels: PixelFormat, *, size: int) -> dict[str, Any]:
 
 
 @pipeline_def(enable_conditionals=True)
-def training_graph(feed: Feed, looks: Sequence[Look], pixels: PixelFormat, split: Split) -> Any:
-    """Define the graph that does everything except mixing: images of each look, targets, lambdas, partners."""
+def training_graph(feed: Feed, views: Sequence[DataConfig], pixels: PixelFormat, split: Split) -> Any:
+    """Define the graph that does everything except mixing: images of each view, targets, lambdas, partners."""
     nodes = feed.nodes()
-    data = looks[0][0]
     stored, anchor, shape = nodes["stored"], nodes["anchor"], nodes["shape"]
     if split.manifest.encoding == "raw":
         images = to_device(fn.slice(stored, anchor, shape, axis_names="HW"), pixels)  # on the host: less to copy
     else:
-        options = decoder_options(data, pixels, split)
+        options = decoder_options(views[0], pixels, split)
         images = decode_boxes(stored, anchor, shape, size=nodes["size"], boxes=decodes_boxes(pixels), **options)
     outputs = [to_device(nodes[name], pixels) for name in ("targets", "lambdas", "partners")]
-    if len(looks) == 1:
-        return _looking(images, *looks[0], pixels, nodes), *outputs
-    views = []
-    for number, (data, augmentation) in enumerate(looks):
+    if len(views) == 1:
+        return _transformed(images, views[0], pixels, nodes), *outputs
+    transformed = []
+    for number, data in enumerate(views):
         own = {name.removesuffix(f" {number}"): node for name, node in nodes.items() if name.endswith(f" {number}")}
         crops = fn.slice(images, own["anchor"] - anchor, own["shape"], axis_names="HW")
-        views.append(_looking(crops, data, augmentation, pixels, own))
-    return *views, *outputs
+        transformed.append(_transformed(crops, data, pixels, own))
+    return *transformed, *outputs
 
 
-def _looking(
-    images: Any, data: DataConfig, augmentation: Augmentation | None, pixels: PixelFormat, nodes: dict[str, Any]
-) -> Any:
+def _transformed(images: Any, data: DataConfig, pixels: PixelFormat, nodes: dict[str, Any]) -> Any:
     """Return the node of decoded boxes, or of crops from them, as `data` says: resized, augmented, normalised."""
     if data.crop_side is not None:
         start = nodes["start"]
@@ -275,6 +267,7 @@ def _looking(
         )
     images = resized(images, data, nodes.get("filter"))
     mirror = nodes["mirror"]
+    augmentation = Augmentation.of(data)
     if augmentation is not None or data.vertical_flip > 0:
         vertical = {"vertical": nodes["upside down"]} if data.vertical_flip > 0 else {}
         images = fn.flip(images, horizontal=mirror, **vertical)

@@ -95,13 +95,25 @@ class SyntheticPipeline(TrainingPipeline):
 class _Loader(Generic[AnyPipeline]):
     """What both loaders have: a pipeline that is opened when it is needed, in the process that made them."""
 
-    def __init__(self, split: Split, place: Place, data: DataConfig | None = None) -> None:
+    def __init__(
+        self,
+        split: Split,
+        pixels: PixelFormat,
+        place: Place,
+        node: Node | None,
+        *,
+        decodes: bool,
+        data: DataConfig | None = None,
+    ) -> None:
         """
         Args:
             data: the settings of a loader for training, see `targets_of` (extras/several_labels).
         """
         self._split = split
+        self._pixels = pixels
         self._place = place
+        self._node = node
+        self._decodes = decodes
         # From labels to rows of all classes, with several labels an image.
         self._multi_hot: Callable[[torch.Tensor], torch.Tensor] | None = None
         if split.label_sets is not None:
@@ -212,10 +224,10 @@ class TrainLoader(_Loader[TrainingPipeline]):
                 pixels,
                 place,
                 place.node(data),
+                targets=targets,
                 views=checked_views(views, config),
+                fixed_global_batch=global_batch is not None,
             )
-        self._fixed_global_batch = global_batch is not None
-        self._targets = targets
 
     @classmethod
     def from_config(
@@ -232,7 +244,35 @@ class TrainLoader(_Loader[TrainingPipeline]):
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
         split = open_split(config.data, "train")
-        return RunLoader(split, config, place, node=place.node(config.data), targets=targets)
+        return cls.of_split(split, config, place, node=place.node(config.data), targets=targets)
+
+    @classmethod
+    def of_split(
+        cls,
+        split: Split,
+        config: Config,
+        place: Place,
+        *,
+        targets: Targets = "classes",
+        node: Node | None = None,
+        start_step: int = 0,
+        decodes: bool = True,
+    ) -> "TrainLoader":
+        """Return the loader of a rank of a run.
+
+        Args:
+            node: this process's view of the cache of its node, if there is one.
+            start_step: of the first micro-batch.
+            decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws)
+                but no images.
+
+        Raises:
+            ConfigError: there are more coordinates than micro-batches.
+        """
+        loader = cls.__new__(cls)
+        pixels = pixel_format(config, place.device, place.num_threads)
+        loader._begin(split, config, pixels, place, node, targets=targets, decodes=decodes, step=start_step)
+        return loader
 
     def _begin(
         self,
@@ -242,17 +282,16 @@ class TrainLoader(_Loader[TrainingPipeline]):
         place: Place,
         node: Node | None,
         *,
+        targets: Targets,
         decodes: bool = True,
         step: int = 0,
         views: tuple[View, ...] = (),
+        fixed_global_batch: bool = True,
     ) -> None:
-        super().__init__(split, place, config.data)
+        super().__init__(split, pixels, place, node, decodes=decodes, data=config.data)
         self.config = config
-        self._pixels = pixels
-        self._node = node
-        self._decodes = decodes
-        self._fixed_global_batch = True
-        self._targets = "classes"
+        self._fixed_global_batch = fixed_global_batch
+        self._targets = targets
         self._views = views
         self._taking = threading.RLock()
         self.micro_batch: MicroBatch | None = None
@@ -344,10 +383,10 @@ class TrainLoader(_Loader[TrainingPipeline]):
         expected = (self._step, self._numbers[self._num_done])
         try:
             if self._pipeline is None or self._step >= self._segment.end_step:
-                self._open()
+                self.prepare()
             batch = self._run()
             if (batch.micro_batch.step, batch.micro_batch.k) != expected:  # an interrupt took the one before
-                self._open()
+                self.prepare()
                 batch = self._run()
         except BaseException:  # such as a notebook's interrupt: what the threads have handed over is not known any more
             self.close()
@@ -357,6 +396,16 @@ class TrainLoader(_Loader[TrainingPipeline]):
         position = (self._step + 1, 0) if ends_step else (self._step, self._num_done + 1)
         self._step, self._num_done = position  # at once: no interrupt comes between two assignments without a call
         return batch
+
+    def prepare(self) -> None:
+        """Begin at once to prepare micro-batches from the position on, which otherwise `next` does.
+
+        Raises:
+            ConfigError, DatasetError: a setting cannot be satisfied; the message names it.
+        """
+        self.close()
+        self._segment = self._segment_at(self._step, self._num_done)
+        self._pipeline = uninterrupted(lambda: self._pipeline_of(self._segment))
 
     def at(self, step: int, k: int | None = None) -> Any:
         """Return micro-batch `k` of `step`, as iterating does; None: this coordinate's first. The position stays."""
@@ -439,12 +488,6 @@ class TrainLoader(_Loader[TrainingPipeline]):
         segment = segment_at(self.config, self._split.num_images, start_step=step, num_done=num_done, **coordinate)
         return replace(segment, views=self._views)
 
-    def _open(self) -> None:
-        """Begin to prepare the micro-batches from the position on."""
-        self.close()
-        self._segment = self._segment_at(self._step, self._num_done)
-        self._pipeline = uninterrupted(lambda: self._pipeline_of(self._segment))
-
     def _run(self) -> Batch:
         assert self._pipeline is not None
         return self._pipeline.run().to(self._place.device)
@@ -473,43 +516,6 @@ class TrainLoader(_Loader[TrainingPipeline]):
         decoded_on = CpuPipeline if pixels.device_id is None else DaliPipeline  # which also augments and mixes
         views = [one.data for one in view_configs(segment.config, segment.views)]
         return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size, views=views)
-
-
-class RunLoader(TrainLoader):
-    """The micro-batches that a run has: all settings are those of its config.
-
-    Args:
-        node: this process's view of the cache of its node, if there is one.
-        start_step: of the first micro-batch.
-        decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws) but
-            no images.
-
-    Raises:
-        ConfigError: there are more coordinates than micro-batches.
-    """
-
-    def __init__(
-        self,
-        split: Split,
-        config: Config,
-        place: Place,
-        *,
-        node: Node | None = None,
-        start_step: int = 0,
-        decodes: bool = True,
-        targets: Targets = "classes",
-    ) -> None:
-        pixels = pixel_format(config, place.device, place.num_threads)
-        self._begin(split, config, pixels, place, node, decodes=decodes, step=start_step)
-        self._targets = targets
-
-    def prepare(self) -> None:
-        """Begin at once to prepare micro-batches, which otherwise `next` does.
-
-        Raises:
-            ConfigError, DatasetError: a setting cannot be satisfied; the message names it.
-        """
-        self._open()
 
 
 class EvalLoader(_Loader[EvaluationPipeline]):
@@ -575,7 +581,30 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         place = Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
         refuse_copy(config.data)
         split = open_split(config.data, "validation")
-        return RunEvalLoader(split, config, place, node=place.node(config.data))
+        return cls.of_split(split, config, place, node=place.node(config.data))
+
+    @classmethod
+    def of_split(
+        cls,
+        split: Split,
+        config: Config,
+        place: Place,
+        *,
+        node: Node | None = None,
+        images: NDArray[np.int64] | None = None,
+        decodes: bool = True,
+    ) -> "EvalLoader":
+        """Return the loader of a rank of a run.
+
+        Args:
+            node, decodes: as in `TrainLoader.of_split`.
+            images: (n,) rows of the split; None: all.
+        """
+        loader = cls.__new__(cls)
+        pixels = pixel_format(config, place.device, place.num_threads)
+        size = config.batch.micro_batch
+        loader._begin(split, config.data, pixels, place, size, node, images=images, decodes=decodes)
+        return loader
 
     def _begin(
         self,
@@ -589,11 +618,8 @@ class EvalLoader(_Loader[EvaluationPipeline]):
         images: NDArray[np.int64] | None = None,
         decodes: bool = True,
     ) -> None:
-        super().__init__(split, place)
+        super().__init__(split, pixels, place, node, decodes=decodes)
         self._data = data
-        self._pixels = pixels
-        self._node = node
-        self._decodes = decodes
         images = np.arange(len(split)) if images is None else images
         starts = range(place.dp_rank * size, len(images), place.dp_size * size)
         self.batches = [images[at : at + size] for at in starts]
@@ -621,7 +647,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             self._require_only_iteration(own_number)
             self._is_at_start = False
             if self._pipeline is None:
-                self._open()
+                self.prepare()
             self.indices = numbers
             if self._pipeline is None:  # labels for the last stage, which gets what other stages make of the images
                 images = torch.empty(len(numbers), 3, 0, 0)
@@ -641,34 +667,8 @@ class EvalLoader(_Loader[EvaluationPipeline]):
                 "make a loader for each"
             )
 
-    def _open(self) -> None:
+    def prepare(self) -> None:
+        """Open the pipeline now, which otherwise the first iteration does."""
         if self.batches and self._decodes:
             arguments = (self._split, self.batches, self._data, self._pixels, self._node)
             self._pipeline = uninterrupted(lambda: EvaluationPipeline(*arguments))
-
-
-class RunEvalLoader(EvalLoader):
-    """The images that an evaluation of a run has, or some of them: all settings are those of its config.
-
-    Args:
-        images: (n,) rows of the split; None: all.
-        node, decodes: as in `RunLoader`.
-    """
-
-    def __init__(
-        self,
-        split: Split,
-        config: Config,
-        place: Place,
-        *,
-        node: Node | None = None,
-        decodes: bool = True,
-        images: NDArray[np.int64] | None = None,
-    ) -> None:
-        pixels = pixel_format(config, place.device, place.num_threads)
-        size = config.batch.micro_batch
-        self._begin(split, config.data, pixels, place, size, node, images=images, decodes=decodes)
-
-    def prepare(self) -> None:
-        """Open the pipeline now, which otherwise the first iteration does."""
-        self._open()

@@ -26,7 +26,6 @@ from dali_train.data.loading.dali import (
     PREFETCH,
     Ahead,
     Feed,
-    Look,
     build_graph,
     crop_graph,
     crop_inputs,
@@ -110,7 +109,7 @@ class IndexedPipeline(TrainingPipeline):
     ) -> None:
         self._split, self._storage = split, storage
         self._data, self._pixels = data, pixels
-        self._looks: list[Look] = [(one, Augmentation.of(one)) for one in views or (data,)]
+        self._views = views or (data,)
         self._start(next_micro_batch, size)
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
@@ -125,21 +124,20 @@ class DaliPipeline(IndexedPipeline):
     """One graph does everything except mixing, `PREFETCH` micro-batches ahead. Meant for a GPU; also runs on a CPU."""
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
-        inputs = training_inputs(self._split, self._storage, self._looks)
+        inputs = training_inputs(self._split, self._storage, self._views)
         self._feed = Feed(inputs, next_micro_batch, ahead=_PREPARED)
         options = graph_options(self._pixels, size=size)
-        self._pipe = training_graph(self._feed, self._looks, self._pixels, self._split, **options)
+        self._pipe = training_graph(self._feed, self._views, self._pixels, self._split, **options)
         build_graph(self._pipe)
         device = "cpu" if self._pixels.device_id is None else f"cuda:{self._pixels.device_id}"
         self._mean, self._std = (torch.tensor(values, device=device) for values in (self._data.mean, self._data.std))
 
     def run(self) -> Batch:
-        *looks, targets, lambdas, partners = run_graph(self._pipe, self._explain)
+        *outputs, targets, lambdas, partners = run_graph(self._pipe, self._explain)
         batch = self._feed.in_flight.popleft()
-        views = batch.views or (batch,)
-        looks = [self._with_noise(images, view) for images, view in zip(looks, views, strict=True)]
-        mixed = finished(looks[0], targets, lambdas, partners, batch, self._pixels)
-        return replace(mixed, views=tuple(in_format(one, self._pixels) for one in looks)) if batch.views else mixed
+        views = [self._with_noise(*one) for one in zip(outputs, batch.views or (batch,), strict=True)]
+        mixed = finished(views[0], targets, lambdas, partners, batch, self._pixels)
+        return replace(mixed, views=tuple(in_format(one, self._pixels) for one in views)) if batch.views else mixed
 
     def _with_noise(self, images: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.noise.size and batch.erased.any():
@@ -160,9 +158,9 @@ class CpuPipeline(IndexedPipeline):
     """DALI decodes, `CpuTransform` does the rest, in a thread that keeps `PREFETCH` micro-batches ready."""
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
-        by_size = {data.train_size: (data, augmentation) for data, augmentation in self._looks}
-        self._augmentations = {side: augmentation for side, (_, augmentation) in by_size.items()}
-        self._transforms = {side: CpuTransform(one, self._pixels, size=size) for side, (one, _) in by_size.items()}
+        by_size = {data.train_size: data for data in self._views}
+        self._augmentations = {side: Augmentation.of(data) for side, data in by_size.items()}
+        self._transforms = {side: CpuTransform(data, self._pixels, size=size) for side, data in by_size.items()}
         self._next = next_micro_batch
         self._pipe: Pipeline | None = None
         if self._split.manifest.encoding == "image":
@@ -295,7 +293,6 @@ def finished(
 
 
 def to_device_of(images: torch.Tensor, array: NDArray[Any]) -> torch.Tensor:
-    """Return `array` as a tensor on the device of `images`."""
     return without_waiting(torch.from_numpy(array), images.device)
 
 

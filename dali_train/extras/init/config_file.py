@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -30,8 +31,6 @@ _SMALL = 96
 _HOURS_ON_CPU = 1.0
 """A run without a GPU gets as many epochs as fit into about this time, at least `_FEWEST_EPOCHS`."""
 _FEWEST_EPOCHS = 10
-
-
 _STEPS_PER_EVALUATION = 50
 """An epoch of a few images is shorter than its evaluation and its checkpoint: there are at least so many steps between
 two evaluations, and five evaluations."""
@@ -39,19 +38,33 @@ two evaluations, and five evaluations."""
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """What the dataset, the machine and the user decide beside the images."""
+    """What the file says, by the dataset, the machine and the user."""
 
+    split: Split
+    root: str
+    output: Path
+    run_dir: str
     on_cpu: bool
     network: str | None  # the user's choice, or that of the weights; None: by the dataset and the machine
     pretrained: Pretrained | None
-    has_batch_norm: bool
-    heads: list[str]  # the names of the network's classifiers
-    micro_batch: int
-    reason: str  # for the micro-batch
     epochs: float
     epochs_reason: str
+    has_batch_norm: bool = True
+    heads: Sequence[str] = ()  # the names of the network's classifiers
+    micro_batch: int = IMAGES_ON_CPU
+    reason: str = "enough to keep a CPU busy"  # for the micro-batch
     dtype: str | None = None  # None: fp32, and the reason is for bf16
     dtype_reason: str = "faster on GPUs since Ampere"
+
+    @property
+    def global_batch(self) -> int:
+        return 256 if len(self.split) >= 50_000 else 128 if len(self.split) >= 5_000 else 64
+
+    def config(self) -> Config:
+        with temporary_directory() as directory:
+            path = directory / "config.py"
+            path.write_text(_text(self), encoding="utf-8")
+            return load_config(path)
 
 
 def write_config(
@@ -91,83 +104,95 @@ def write_config(
     if not is_remote(root):
         root = str(Path(root))
     output = checked_output(root, output)
-    run_dir = run_dir or f"runs/{output.stem}"
     split = Split(root, "train")
     pretrained = describe_weights(weights, model) if weights is not None else None
     is_here = gpu_memory_gb is None  # the machine to train on is this one
     if is_here and torch.cuda.is_available():
         gpu_memory_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
-    most = epochs or _usual_epochs(split, pretrained)
-    on_cpu = gpu_memory_gb is None
     enough = f"enough steps for {'pretrained weights' if pretrained else 'a network with random initial weights'}"
     choice = _Choice(
-        on_cpu=on_cpu,
+        split=split,
+        root=root,
+        output=output,
+        run_dir=run_dir or f"runs/{output.stem}",
+        on_cpu=gpu_memory_gb is None,
         network=pretrained.model if pretrained else model,
         pretrained=pretrained,
-        has_batch_norm=True,
-        heads=[],
-        micro_batch=IMAGES_ON_CPU,
-        reason="enough to keep a CPU busy",
-        epochs=most,
+        epochs=epochs or _usual_epochs(split, pretrained),
         epochs_reason="as asked for" if epochs else enough,
     )
-    if is_here and not on_cpu and (dtype := half_precision(torch.cuda.get_device_capability(0))) is not None:
-        choice = replace(choice, dtype=dtype, dtype_reason=f"{torch.cuda.get_device_name(0)} has units for it")
-    config = _loaded(_config_file(split, root, output, run_dir, choice))
-    network = build_model(config, split.num_classes, torch.device("meta"))
-    has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in network.modules())
-    choice = replace(choice, has_batch_norm=has_batch_norm, heads=classifiers(getattr(network, "pretrained_cfg", None)))
-    config = _loaded(_config_file(split, root, output, run_dir, choice))
-    if gpu_memory_gb is not None:
-        largest = estimate_memory(config, network).largest_micro_batch(gpu_memory_gb * 1e9, config.batch.global_batch)
-        if largest is None:
-            raise ConfigError(f"--gpu-memory {gpu_memory_gb:g} GB is too small for a single image: use a larger GPU")
-        reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
-        choice = replace(choice, micro_batch=largest, reason=reason)
-    if is_here and on_cpu and (speedup := bf16_speedup(config, network, split.num_classes)) >= FASTER:
-        choice = replace(choice, dtype="bf16", dtype_reason=f"{speedup:.1f} times as fast as fp32 on this CPU")
-    config = _loaded(_config_file(split, root, output, run_dir, choice))
+    choice = _with_network(choice, gpu_memory_gb, is_here=is_here)
     message = f"{output}: {_describe(split)}"
     if seconds is not None:
-        trial = measure(config, split, seconds, num_processes, import_s)
-
-        def run_s(epochs: float) -> float:
-            every = _evaluate_every(split, config.batch.global_batch, epochs)
-            return trial.run_s(config.steps(epochs, len(split)), math.ceil(epochs / every))
-
-        left_s = seconds - (time.perf_counter() - begin)
-        fitting = min(trial.epochs_in(left_s, run_s), 5 * most)
-        needed = duration(run_s(fitting))
-        choice = replace(choice, epochs=fitting, epochs_reason=f"about {needed} on this machine, as tried")
-        message += (
-            f"\n{plural(fitting, 'epoch')} will take about {needed}, {_describe_rate(config, trial.step_s)}, and "
-            f"predict and export {duration(trial.afterwards_s)}"
-        )
+        choice, length = _in_time(choice, seconds, begin, import_s, num_processes)
+        message += length
     elif is_here:
-        device = torch.device("cpu" if on_cpu else "cuda")
-        epoch_s = len(split) * seconds_per_image(config, split.num_classes, device, choice.micro_batch)
-        if on_cpu and epochs is None:
-            fitting = max(min(_FEWEST_EPOCHS, most), min(most, int(_HOURS_ON_CPU * 3600 / epoch_s)))
-            reason = enough if fitting == most else f"about {duration(fitting * epoch_s)} here; {most} are better"
-            choice = replace(choice, epochs=fitting, epochs_reason=reason)
-        message += (
-            f"\nabout {duration(epoch_s)} per epoch on this machine's {'CPU' if on_cpu else 'GPU'}, "
-            f"{duration(choice.epochs * epoch_s)} for {plural(choice.epochs, 'epoch')}"
-        )
-        if on_cpu:
-            message += ", with a small network; for a larger one and a GPU, add --gpu-memory GB"
+        choice, length = _estimated(choice, is_free=epochs is None)
+        message += length
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, _config_file(split, root, output, run_dir, choice).encode())
+    write_atomically(output, _text(choice).encode())
     print(message)
+
+
+def _with_network(choice: _Choice, gpu_memory_gb: float | None, *, is_here: bool) -> _Choice:
+    """Return the choice that suits the network: the settings of its optimizer, its images at once, its precision."""
+    if is_here and gpu_memory_gb and (dtype := half_precision(torch.cuda.get_device_capability(0))) is not None:
+        choice = replace(choice, dtype=dtype, dtype_reason=f"{torch.cuda.get_device_name(0)} has units for it")
+    num_classes = choice.split.num_classes
+    network = build_model(choice.config(), num_classes, torch.device("meta"))
+    has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in network.modules())
+    choice = replace(choice, has_batch_norm=has_batch_norm, heads=classifiers(getattr(network, "pretrained_cfg", None)))
+    config = choice.config()
+    if gpu_memory_gb is None:
+        if (speedup := bf16_speedup(config, network, num_classes)) < FASTER:
+            return choice
+        return replace(choice, dtype="bf16", dtype_reason=f"{speedup:.1f} times as fast as fp32 on this CPU")
+    largest = estimate_memory(config, network).largest_micro_batch(gpu_memory_gb * 1e9, choice.global_batch)
+    if largest is None:
+        raise ConfigError(f"--gpu-memory {gpu_memory_gb:g} GB is too small for a single image: use a larger GPU")
+    reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
+    return replace(choice, micro_batch=largest, reason=reason)
+
+
+def _in_time(
+    choice: _Choice, seconds: float, begin: float, import_s: float, num_processes: int | None
+) -> tuple[_Choice, str]:
+    """Return the choice with as many epochs as end in time by a trial, and a line on what they take."""
+    config = choice.config()
+    trial = measure(config, choice.split, seconds, num_processes, import_s)
+
+    def run_s(epochs: float) -> float:
+        every = _evaluate_every(choice, epochs)
+        return trial.run_s(config.steps(epochs, len(choice.split)), math.ceil(epochs / every))
+
+    fitting = min(trial.epochs_in(seconds - (time.perf_counter() - begin), run_s), 5 * choice.epochs)
+    needed = duration(run_s(fitting))
+    return replace(choice, epochs=fitting, epochs_reason=f"about {needed} on this machine, as tried"), (
+        f"\n{plural(fitting, 'epoch')} will take about {needed}, {choice.global_batch / trial.step_s:,.0f} images/s, "
+        f"and predict and export {duration(trial.afterwards_s)}"
+    )
+
+
+def _estimated(choice: _Choice, *, is_free: bool) -> tuple[_Choice, str]:
+    """Return the choice with fewer epochs if it `is_free` and they take too long, and a line on what they take."""
+    split, most = choice.split, choice.epochs
+    device = torch.device("cpu" if choice.on_cpu else "cuda")
+    epoch_s = len(split) * seconds_per_image(choice.config(), split.num_classes, device, choice.micro_batch)
+    if choice.on_cpu and is_free:
+        fitting = max(_FEWEST_EPOCHS, int(_HOURS_ON_CPU * 3600 / epoch_s))
+        if fitting < most:
+            reason = f"about {duration(fitting * epoch_s)} here; {most} are better"
+            choice = replace(choice, epochs=fitting, epochs_reason=reason)
+    hint = ", with a small network; for a larger one and a GPU, add --gpu-memory GB" if choice.on_cpu else ""
+    return choice, (
+        f"\nabout {duration(epoch_s)} per epoch on this machine's {'CPU' if choice.on_cpu else 'GPU'}, "
+        f"{duration(choice.epochs * epoch_s)} for {plural(choice.epochs, 'epoch')}{hint}"
+    )
 
 
 def _usual_epochs(split: Split, pretrained: Pretrained | None) -> int:
     epochs = 90 if len(split) >= 200_000 else 200
     return epochs // 10 if pretrained else epochs
-
-
-def _describe_rate(config: Config, step_s: float) -> str:
-    return f"{config.batch.global_batch / step_s:,.0f} images/s"
 
 
 def checked_output(root: str, output: Path | None) -> Path:
@@ -185,13 +210,6 @@ def checked_output(root: str, output: Path | None) -> Path:
     return output
 
 
-def _loaded(text: str) -> Config:
-    with temporary_directory() as directory:
-        path = directory / "config.py"
-        path.write_text(text, encoding="utf-8")
-        return load_config(path)
-
-
 def _describe(split: Split) -> str:
     height, width = (int(np.median(split.rows[side])) for side in ("height", "width"))
     validation = split.manifest.splits.get("validation")
@@ -202,9 +220,9 @@ def _describe(split: Split) -> str:
     )
 
 
-def _images(split: Split, choice: _Choice) -> tuple[list[str], bool]:
+def _images(choice: _Choice) -> tuple[list[str], bool]:
     """Return the lines of the section data on sizes and crops, and whether the images are small."""
-    heights, widths = split.rows["height"], split.rows["width"]
+    heights, widths = choice.split.rows["height"], choice.split.rows["width"]
     side = int(np.median(np.minimum(heights, widths)))
     largest = 128 if choice.on_cpu else 224
     if choice.network is not None:  # which is made for photographs: small images are enlarged
@@ -291,23 +309,24 @@ def _best_by(split: Split) -> str:
     return '\n        best_by="mean-ap",  # several labels an image'
 
 
-def _evaluate_every(split: Split, batch: int, epochs: float) -> int:
+def _evaluate_every(choice: _Choice, epochs: float) -> int:
     """Return the epochs between two evaluations, see `_STEPS_PER_EVALUATION`."""
-    steps_per_epoch = len(split) / batch
+    steps_per_epoch = len(choice.split) / choice.global_batch
     return max(1, min(math.ceil(_STEPS_PER_EVALUATION / steps_per_epoch), int(epochs) // 5))
 
 
-def _config_file(split: Split, root: str, output: Path, run_dir: str, choice: _Choice) -> str:
-    images, small = _images(split, choice)
+def _text(choice: _Choice) -> str:
+    split = choice.split
+    images, small = _images(choice)
     pretrained = choice.pretrained
     normalise = json.dumps(pretrained.normalise) if pretrained else '"imagenet"'
     if pretrained is not None:
         images.append(f'interpolation="{pretrained.interpolation}",')
     network = _network(choice, small)
-    batch = 256 if len(split) >= 50_000 else 128 if len(split) >= 5_000 else 64
+    batch = choice.global_batch
     data = "\n        ".join(images)
-    file, run = printable(shlex.quote(str(output))), run_dir
-    every = _evaluate_every(split, batch, choice.epochs)
+    file = printable(shlex.quote(str(choice.output)))
+    every = _evaluate_every(choice, choice.epochs)
     length = f"epochs={choice.epochs:g},  # {choice.epochs_reason}"
     if every > 1:
         length += f"\n        eval_every_epochs={every},  # an epoch has only {math.ceil(len(split) / batch)} steps"
@@ -316,7 +335,7 @@ def _config_file(split: Split, root: str, output: Path, run_dir: str, choice: _C
 #
 #     dali-train plan --config {file}
 #     dali-train train --config {file}
-#     dali-train eval {printable(shlex.quote(run))}
+#     dali-train eval {printable(shlex.quote(choice.run_dir))}
 #
 # Every setting is explained by `dali-train train --config {file} --help`.
 
@@ -324,7 +343,7 @@ from dali_train.config import *
 
 config = Config(
     data=DataConfig(
-        root={json.dumps(root)},
+        root={json.dumps(choice.root)},
         {data}
         normalise={normalise},
     ),
@@ -340,7 +359,7 @@ config = Config(
     batch=BatchConfig(global_batch={batch}, micro_batch={min(batch, choice.micro_batch)}),
     {"" if choice.dtype else "# "}precision=PrecisionConfig(dtype="{choice.dtype or "bf16"}"),  # {choice.dtype_reason}
     run=RunConfig(
-        dir={json.dumps(run)},
+        dir={json.dumps(choice.run_dir)},
         {length}{_best_by(split)}
     ),
 )

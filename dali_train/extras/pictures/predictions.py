@@ -35,7 +35,6 @@ from dali_train.training.metrics import MAX_SCORES, ClassTables, EvaluationDetai
 
 
 def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
-    """Return the hooks of this rank."""
     if layout.rank != 0:
         return []
     return [SampleImages(), PredictionFiles()] if config.predictions else [SampleImages()]

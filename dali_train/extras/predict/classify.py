@@ -132,7 +132,9 @@ class _Classifier:
 
     def _read(self, path: Path) -> bytes:
         """Return a file as the data path takes it. Raises OSError, BadImageError: it cannot be read or decoded."""
-        content = _upright(path) if self.applies_orientation else read_limited(path, MAX_ENCODED_BYTES)
+        content = read_limited(path, MAX_ENCODED_BYTES)
+        if self.applies_orientation:  # as a conversion with --apply-orientation turns it
+            content = upright(content)
         try:
             sizes = np.array([image_size(content)], np.int32)
             is_read = not (has_wide_samples(content) if self.decoder == "pil" else decode_failures([content], sizes))
@@ -279,11 +281,6 @@ def _describe_unreadable(unreadable: Mapping[Path, str], count: int) -> str:
     shown = [f"{path} {reason}" for path, reason in unreadable.items()][:3]
     more = f"; and {len(unreadable) - len(shown)} more" if len(unreadable) > len(shown) else ""
     return f"{len(unreadable)} of {plural(count, 'image')} cannot be classified: {'; '.join(shown)}{more}"
-
-
-def _upright(path: Path) -> bytes:
-    """Return a file turned as a conversion with --apply-orientation turns it. Raises OSError, BadImageError."""
-    return upright(read_limited(path, MAX_ENCODED_BYTES))
 
 
 def print_predictions(

@@ -143,14 +143,16 @@ def order_sums(micro_batches: MicroBatches, steps: set[int]) -> dict[int, int]:
 def check_recipe(evidence: Evidence, current: dict[str, Any], root: int) -> list[str]:
     """Compare the `current` recipe with the newest checkpoint's and with the digest in the records, `root`."""
     changes = changes_between(evidence.recipe, current) if evidence.recipe else []
-    faults = [f"the newest checkpoint has another recipe than config.json and the dataset: {'; '.join(changes)}"]
+    difference = f"the newest checkpoint has another recipe than config.json and the dataset: {'; '.join(changes)}"
+    faults = [difference] if changes else []
     if root != recipe_digest(current):
         steps = _steps(0, evidence.points[0].step)
         also = f", or other images in {steps}" if evidence.points[0].step else ""
         faults.append(f"the record began with another recipe or dataset{also}")
-    beyond = evidence.beyond_the_end
-    also_wrong = [f"{source} has a step that the config's {evidence.end} do not reach" for source in beyond[:1]]
-    return (faults if changes else faults[1:]) + also_wrong
+    faults += [
+        f"{source} has a step that the config's {evidence.end} do not reach" for source in evidence.beyond_the_end[:1]
+    ]
+    return faults
 
 
 def check_order(points: Sequence[Point], beyond: Sequence[int]) -> list[str]:

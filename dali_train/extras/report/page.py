@@ -512,7 +512,6 @@ def _decoding(run: ReportedRun) -> str:
 
 
 def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
-    """Return the hooks of this rank."""
     return [Report()] if layout.rank == 0 else []
 
 

@@ -40,7 +40,6 @@ def serve(directories: Sequence[Path], host: str = LOCALHOST, port: int = PORT) 
 
 
 def make_server(directories: Sequence[Path], host: str, port: int) -> ThreadingHTTPServer:
-    """Return a listening server for `serve`."""
     find_runs(directories)
 
     class Handler(_Handler):

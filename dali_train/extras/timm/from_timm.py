@@ -143,7 +143,6 @@ class Translation:
     """What the arguments say and no setting can -> why."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return the argument `name`."""
         try:
             return self.__dict__["arguments"][name]
         except KeyError:
