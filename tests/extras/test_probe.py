@@ -106,8 +106,12 @@ def test_training_begins_with_it(
     found = re.search(r"top-1 (\S+) of .*; a linear classifier of the features that it began with: (\S+)", printed)
     assert found is not None, printed
     assert found[1] == found[2], "at such a rate nothing is learnt beside it"
+    assert "that is better" not in printed
+    (out / "probe" / "probe.json").write_text('{"top1": 1.5}')
     assert "(done before)" not in printed and main(line) == 0
-    assert re.search(r"dali-train probe .*\(done before\)", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"dali-train probe .*\(done before\)", printed)
+    assert f"that is better: {out}/probe has the network with it; fewer --epochs" in printed
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,20 @@ def test_what_has_no_probe(
         save_file(timm.create_model(DISTILLED).state_dict(), "deit.safetensors")
     assert main(["probe", "--config", str(config_file), *words(settings)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_images_that_take_no_part(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of data.exclude, and of many images all but a share of each class."""
+    (tmp_path / "excluded").write_text("0\n5\n")
+    split = Split(load_config(config_file).data.root, "train", exclude=str(tmp_path / "excluded"))
+    assert len(classifier._chosen(split)) == len(split) - 2 and not {0, 5} & {*classifier._chosen(split).tolist()}
+    monkeypatch.setattr(classifier, "_MOST_IMAGES", 12)
+    line = words(f"probe --config {config_file} --data.exclude {tmp_path / 'excluded'}")
+    assert main(line) == 0
+    assert f"features of 12 of {len(split) - 2} images: top-1" in capsys.readouterr().out
+    assert len(np.unique(split.rows["label"][classifier._chosen(split)])) == split.num_classes
 
 
 def test_a_class_without_images_is_never_the_answer() -> None:

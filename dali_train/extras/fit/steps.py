@@ -273,6 +273,11 @@ class Fit:
         if (self._probe / REPORT).exists():
             top1 = read_json(self._probe / REPORT, _LARGEST_NOTE)["top1"]
             lines[0] += f"; a linear classifier of the features that it began with: {top1:.2%}"
+            if best is not None and decisive(best, "top1") < top1:
+                lines.append(
+                    f"that is better: {printable(str(self._probe))} has the network with it; fewer --epochs or a lower "
+                    "--optimizer.lr keep more of it"
+                )
         table = {
             "model and card": f"{out}/export/timm",
             "mistakes": f"{out}/{MISTAKES}" if (self._out / MISTAKES).exists() else "none",

@@ -224,7 +224,8 @@ def _images(choice: _Choice) -> tuple[list[str], bool]:
     """Return the lines of the section data on sizes and crops, and whether the images are small."""
     heights, widths = choice.split.rows["height"], choice.split.rows["width"]
     side = int(np.median(np.minimum(heights, widths)))
-    largest = 128 if choice.on_cpu else 224
+    # Features of weights that were trained at 224 pixels are worse at 128, see docs/measurements/accuracy.md.
+    largest = 128 if choice.on_cpu and choice.pretrained is None else 224
     if choice.network is not None:  # which is made for photographs: small images are enlarged
         return [
             f"train_size={largest},  # pixels; the shorter side of the images is {side}",

@@ -75,7 +75,7 @@ def probe(config: Config, output: Path | None) -> str:
     validation = open_split(config.data, "validation")
     images = _features(model, layer, validation, np.arange(len(validation)), config, place)
     top1 = float(np.mean((images.values @ weight.T + bias).argmax(axis=1) == images.labels))
-    text = f"a linear classifier, fitted to the features of {len(chosen):,} of {plural(len(train), 'image')}: "
+    text = f"a linear classifier, fitted to the features of {len(chosen):,} of {plural(train.num_images, 'image')}: "
     text += f"top-1 {top1:.2%} of {plural(len(validation), 'validation image')}"
     if output is None:
         return text
@@ -96,11 +96,11 @@ def _classifier(model: nn.Module, name: str) -> nn.Linear:
 
 
 def _chosen(split: Split) -> NDArray[np.int64]:
-    """Return the images to fit to: all, or of each class as large a share, in the order of the index."""
-    labels = split.rows["label"]
-    if len(split) <= _MOST_IMAGES:
-        return np.arange(len(split))
-    return np.flatnonzero(held_out(labels, _MOST_IMAGES / len(split), seed=0))
+    """Return the images to fit to: all that take part in training, or of each class as large a share of them."""
+    images = np.arange(len(split)) if split.kept is None else np.flatnonzero(split.kept)
+    if len(images) <= _MOST_IMAGES:
+        return images
+    return images[held_out(split.rows["label"][images], _MOST_IMAGES / len(images), seed=0)]
 
 
 def _features(

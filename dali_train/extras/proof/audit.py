@@ -47,13 +47,13 @@ class Audit:
     def __init__(self, model: nn.Module, layout: Layout, every: int, num_micro_batches: int, names: Sequence[str]):
         """Audit one in `every` steps of `num_micro_batches`; `names` say where each rank is."""
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._parameters = [parameter for _, parameter in named]
+        self._audited = [parameter for _, parameter in named]
         self._tensors, self._ranks = [name for name, _ in named], names
         self._rank, self._size, self._every = layout.data_rank, layout.data_size, every
         self._num_passes = num_micro_batches // layout.data_size  # that every rank has
         self._distance = 0
         self._inputs: Inputs | None = None
-        self._digests = torch.zeros(len(named), 2, dtype=torch.int64, device=self._parameters[0].device)
+        self._digests = torch.zeros(len(named), 2, dtype=torch.int64, device=self._audited[0].device)
 
     @contextmanager
     def recording(self, step: int, number: int, batch: Batch) -> Iterator[None]:
@@ -72,7 +72,7 @@ class Audit:
         self._inputs = (batch.images.clone(), batch.targets.clone(), batch.lambdas.clone(), seed)
         self._digests.zero_()
         handles = [
-            parameter.register_hook(partial(self._record, index)) for index, parameter in enumerate(self._parameters)
+            parameter.register_hook(partial(self._record, index)) for index, parameter in enumerate(self._audited)
         ]
         try:
             yield
@@ -124,7 +124,7 @@ class Audit:
         with trainer.precision.autocast():
             images = images.to(trainer.precision.image_dtype)
             loss, _ = trainer.objective(trainer.model(images), images, targets, lambdas)
-        gradients = torch.autograd.grad(trainer.scaled(loss), self._parameters)
+        gradients = torch.autograd.grad(trainer.scaled(loss), self._audited)
         return torch.stack([digest(gradient) for gradient in gradients])
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
