@@ -19,6 +19,7 @@ from dali_train import cli
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import DatasetError
+from dali_train.extras.formats.tables import has_validation
 from tests.conftest import REPOSITORY
 from tests.convert.files import (
     SYNSETS,
@@ -334,6 +335,10 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
     "spaces in headings": ("t.csv", f" File Name , Label \n{ROWS}", "", CATS),
     "blank lines": ("t.csv", f"\nfile,label\n\n{ROWS}\n\n", "", CATS),
     "no heading": ("t.csv", ROWS, "", CATS),
+    "no heading, a key": ("t.csv", "a.jpg,7,cat\nb.JPEG,8,dog\n", "--label-key 3", {"a.jpg": "cat", "b.JPEG": "dog"}),
+    "no heading, a name for a key": ("t.csv", ROWS, "--label-key breed", "--label-key is breed, and the table has no"),
+    "MXNet's list": ("t.tsv", "0\t1\ta.jpg\n1\t2\tb.JPEG\n", "", "labels with --label-key, 1 to 2"),
+    "MXNet's list, a key": ("t.tsv", "0\t1\ta.jpg\n1\t2\tb.JPEG\n", "--label-key 2", {"a.jpg": "1", "b.JPEG": "2"}),
     "a list whose labels have spaces": (
         "t.txt",
         "a.jpg red fox\nb.JPEG red wolf\n",
@@ -478,6 +483,8 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         True,
         "2 folders in class folders are no classes, and their images are of the folders above: a/airfield, a/cabin",
     ),
+    "a split beside class folders": (["cat/1.jpg", "dog/2.jpg", "val/cat/3.jpg"], False, "val is called as a split"),
+    "Places365": (["data_256/a/1.jpg", "data_256/b/2.jpg", "val_256/3.jpg"], False, "val_256 is called as a split"),
     "folders called as classes": (["cat/1.jpg", "dog/2.jpg", "augmented/cat/3.jpg"], True, "augmented/cat"),
     "too deep": (
         ["data/data/train/cat/1.jpg", "data/data/train/dog/2.jpg"],
@@ -577,6 +584,16 @@ FOLDERS: dict[str, tuple[list[str], dict[str, Any], Labels | str]] = {
         {"val/boxes.csv": "filename,left,top\n0.jpg,0,1\n1.jpg,3,1\n2.jpg,5,0\n"},
         "an image outside of a class folder",
     ),
+    "one table for both, with paths": (
+        [*FLAT, *(f"train/{n}.jpg" for n in range(3))],
+        {"labels.csv": ANSWERS.replace("\n", "\nval/")[:-4] + "\n" + ANSWERS.replace("\n", "\ntrain/")[11:-6]},
+        RIGHT,
+    ),
+    "deeper": (
+        [*TRAIN, *(f"val/data/images/{n}.jpg" for n in range(3))],
+        {"val/data/labels.csv": ANSWERS},
+        RIGHT,
+    ),
     "class folders and a table": (
         [*TRAIN, "val/cat/0.jpg", "val/dog/1.jpg"],
         {"val.csv": ANSWERS},
@@ -615,6 +632,17 @@ def test_several_labels_in_a_table_for_each_split(tmp_path: Path, caplog: Any) -
     assert labels(tmp_path / "index", "validation") == {"0.jpg": "cat"}
 
 
+def test_splits_of_the_folders_that_a_table_names(tmp_path: Path, caplog: Any) -> None:
+    put(tmp_path, files := ["train/0.jpg", "train/1.jpg", "val/0.jpg"])
+    rows = "".join(f"{file},{label}\n" for file, label in zip(files, ("cat", "dog", "cat"), strict=True))
+    (tmp_path / "labels.csv").write_text(f"file,label\n{rows}")
+    words = ["data", "index", str(tmp_path / "labels.csv"), "--out", str(tmp_path / "index")]
+    assert has_validation(tmp_path / "labels.csv") and cli.main(words) == 0
+    assert labels(tmp_path / "index", "train") == {"0.jpg": "cat", "1.jpg": "dog"}
+    assert labels(tmp_path / "index", "validation") == {"0.jpg": "cat"}
+    assert "labels.csv: splits from the folders train, val" in caplog.text
+
+
 def test_two_tables_of_the_validation_split_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables = {f"{name}.csv": f"file,label\n{name}.jpg,cat\n" for name in ("train", "val", "valid")}
     put(tmp_path, ["train.jpg", "val.jpg", "valid.jpg"], tables)
@@ -644,6 +672,7 @@ BESIDE_FOLDERS = {
         "".join(f"{split}/{path},{n % 2}\n" for split in ("train", "val") for n, path in enumerate(PARTS)),
         "such as 0 and 1 in images_001",
     ),
+    "ids": (["images_001/0.jpg", "images_001/1.jpg", "images_002/2.jpg"], "ids.csv", "0.jpg,1\n1.jpg,2\n2.jpg,3\n", ""),
     "the same labels, numbered": (PARTS, "labels.csv", "0.jpg,7\n1.jpg,7\n2.jpg,8\n", ""),
     "a list of splits": (
         ["images/0.jpg", "images/1.jpg"],
@@ -695,7 +724,7 @@ CORRECTED = {
 
 @pytest.mark.parametrize("case", CORRECTED)
 def test_labels_that_are_corrected_after_the_index(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
     """Neither a run nor `verify` goes on with the old ones; where the table is gone, the index has its labels."""
     images, tables, source, name = CORRECTED[case]
@@ -712,5 +741,7 @@ def test_labels_that_are_corrected_after_the_index(
     assert f"{name} has changed since the labels were read from it" in capsys.readouterr().out
     assert cli.main(words) == 0 and cli.main(["data", "verify", str(out)]) == 0
     (root / name).unlink()
+    caplog.clear()
     assert cli.main(["data", "verify", str(out)]) == 0
+    assert f"{root / name}: the labels were read from it, and cannot be compared (No such file" in caplog.text
     assert (labels(out, "train") == before) == (name != "train.csv")

@@ -11,7 +11,6 @@ import logging
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -236,10 +235,14 @@ class SourceFiles:
     def _check_labels(self) -> None:
         """Compare the files that the labels were read from. One that is gone is no fault: the index has its labels."""
         for name, expected in self._labels_from.items():
-            path = Path(self.source, name)
-            with suppress(OSError):
-                if sha256(path) != expected:
-                    raise self._fault(str(path), "has changed since the labels were read from it: restore it")
+            path = os.path.normpath(f"{self.source}/{name}")
+            try:
+                has_changed = sha256(Path(path)) != expected
+            except OSError as error:
+                _log.warning("%s: the labels were read from it, and cannot be compared (%s)", path, error.strerror)
+                continue
+            if has_changed:
+                raise self._fault(path, "has changed since the labels were read from it: restore it")
 
     def _check_directories(self) -> None:
         rows = self._table[["name", "time"]][self._num_files :].tolist()

@@ -124,8 +124,8 @@ class InPlace:
     source: Annotated[str, Rule("a directory or a URL", pattern=r"[^\0]+")]  # a path may be relative to dataset.json's
     num_files: Count  # that were listed; the table goes on with what else is in their directories, and with these
     files_crc32c: Checksum  # of index/files.npy
-    # The tables, or ImageNet's development kit, that the labels were read from -> SHA-256. Paths are below the source,
-    # or absolute.
+    # The tables, or ImageNet's development kit, that the labels were read from -> SHA-256. Paths are relative to the
+    # source's directory.
     labels_from: Annotated[
         dict[
             Annotated[str, Rule("a path", pattern=r"[^\0]+")],

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 from pathlib import Path, PurePosixPath
 
 from dali_train.data.convert.archives import folders_in
@@ -27,6 +27,7 @@ from dali_train.text import plural
 _log = logging.getLogger(__name__)
 _MAX_TABLE_BYTES = 1 << 28
 _MOST_TABLES = 50  # that are tried in a directory
+_MOST_LEVELS = 4  # of folders that hold a single one
 _OF_SPLITS = re.compile("partition|split|fold", re.IGNORECASE)
 _MOST_ROWS, _MOST_MISSES = 1000, 20  # that are compared with class folders
 _MOST_JSON_BYTES = 1 << 24  # of what is read whole, for a warning alone
@@ -36,6 +37,7 @@ _MOST_JSON_BYTES = 1 << 24  # of what is read whole, for a warning alone
 class LabelsBeside:
     table: Path
     by_name: Mapping[str, str]  # class of each file of the folder
+    bare: Collection[str]  # the files that the table names without a folder
     described: str  # the columns
 
     def __getitem__(self, path: PurePosixPath) -> str:
@@ -64,7 +66,8 @@ def labels_beside(directory: Path, word: SplitWord | None, classes: Collection[s
     if not names:
         return None
     above = directory.absolute().parents
-    places = [directory, *above[:2], *(parent for parent in above[:6] if (parent / KAGGLES_IMAGENET).is_dir())]
+    between = [parent for parent in (folder, *folder.parents) if parent.is_relative_to(directory)]
+    places = [*between, *above[:2], *(parent for parent in above[:6] if (parent / KAGGLES_IMAGENET).is_dir())]
     unfit: list[LabelsBeside] = []
     for place in places:
         found = [read for table in _tables_in(place, word) if (read := _read(table, folder, names, word)) is not None]
@@ -95,7 +98,7 @@ def labels_beside(directory: Path, word: SplitWord | None, classes: Collection[s
 def refuse_shared(used: Sequence[LabelsBeside]) -> None:
     """Raises SourceError: a table has the labels of two splits, and names files that both have."""
     for one, other in combinations(used, 2):
-        if one.table == other.table and (shared := sorted({*one.by_name} & {*other.by_name})):
+        if one.table == other.table and (shared := sorted({*one.bare} & {*other.bare})):
             raise SourceError(
                 f"{one.table}: {shared[0]} may be an image of either split ({len(shared):,} such names): put a table "
                 "beside the images of each"
@@ -114,7 +117,7 @@ def warn_of_other_labels(root: Path, split: str) -> None:
         if path.suffix.lower() == ".json" and path.stat().st_size > _MOST_JSON_BYTES:
             continue
         labels: dict[str, set[str]] = {}
-        num_misses = 0
+        num_labels = num_misses = 0
         with suppress(SourceError):  # it is no table of images
             table = Table.open(path)
             columns = _columns(table, finder.has)
@@ -126,9 +129,11 @@ def warn_of_other_labels(root: Path, split: str) -> None:
                 if num_misses > _MOST_MISSES:
                     break
                 if len(inside) == 1:
+                    num_labels += 1
                     labels.setdefault(inside[0].partition("/")[0], set()).add(label_in(row, columns))
+        are_ids = num_labels > 1 and len({*chain.from_iterable(labels.values())}) == num_labels
         folder = next((folder for folder, its_labels in labels.items() if len(its_labels) > 1), None)
-        if folder is not None:
+        if folder is not None and not are_ids:
             _log.warning(
                 "%s: has other labels than the class folders, such as %s in %s: if they are the right ones, name the "
                 "table instead of the directory",
@@ -139,12 +144,15 @@ def warn_of_other_labels(root: Path, split: str) -> None:
 
 
 def _images_in_one_folder(directory: Path) -> tuple[Path, set[str]]:
-    """Return the folder that all images of a directory lie in, itself or the only one in it, and their names; no names
-    if there is none."""
-    folders, names = _folders_and_images(directory)
-    if names or len(folders) != 1:
-        return directory, names
-    return directory / folders[0], _folders_and_images(directory / folders[0])[1]
+    """Return the folder that all images of a directory lie in, itself or the only one in it and so on, and their names;
+    no names if there is none."""
+    folder = directory
+    for _ in range(_MOST_LEVELS):
+        folders, names = _folders_and_images(folder)
+        if names or len(folders) != 1:
+            break
+        folder /= folders[0]
+    return folder, names
 
 
 def _folders_and_images(directory: Path) -> tuple[list[str], set[str]]:
@@ -201,6 +209,7 @@ def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | No
         return name if name in names else stems.get(name)
 
     by_name: dict[str, str] = {}
+    bare: set[str] = set()
     try:
         table = Table.open(path)
         columns = _columns(table, lambda cell: named(cell) is not None)
@@ -218,9 +227,11 @@ def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | No
                     _joined(path) if columns.classes else "",
                 )
                 return None
+            if len(PurePosixPath(row.cells[columns.image].strip().replace("\\", "/")).parts) == 1:
+                bare.add(name)
     except SourceError:  # a readme, a list of classes, ...
         return None
-    return LabelsBeside(path, by_name, columns.described()) if by_name else None
+    return LabelsBeside(path, by_name, bare, columns.described()) if by_name else None
 
 
 def _joined(path: Path) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from dali_train.data.convert.datasets import SPREADSHEETS
@@ -124,12 +124,12 @@ def find_columns(
     """
     plain = [plain_name(name) for name in table.columns]
     image = _find(table.columns, image_key, FILE_COLUMNS)
-    if image is None and image_key is None:
-        first = next((number for number, cell in enumerate(table.columns) if is_file(cell)), None)
-        if first is not None and len(table.columns) > 1:
-            after = first + 1 if first + 1 < len(table.columns) else 0
-            names = tuple(map(str, range(1, 1 + len(table.columns))))
-            return Columns(names, has_heading=False, image=first, label=after, split=None)
+    if image is None and len(table.columns) > 1:
+        files = [number for number, cell in enumerate(table.columns) if is_file(cell)]
+        if files:  # a number may be called as an image, but for its suffix
+            has_suffix = [PurePosixPath(table.columns[number]).suffix.lower() in IMAGE_SUFFIXES for number in files]
+            first = files[has_suffix.index(True)] if any(has_suffix) else files[0]
+            return _without_heading(table, first, image_key, label_key)
     if image is None:
         raise _no_column(table, "--image-key", image_key, FILE_COLUMNS)
     named = [name for name in table.columns if name]
@@ -150,6 +150,31 @@ def find_columns(
             "the files and that of the splits: leave it out of the table"
         )
     return Columns(table.columns, has_heading=True, image=image, label=None, split=split, classes=classes)
+
+
+def _without_heading(table: Table, first: int, image_key: str | None, label_key: str | None) -> Columns:
+    """Return the columns, which have numbers from 1 for names: those of the keys, else the `first` one that names a
+    file, and the one after it. Raises SourceError: a key is no such number, or there is none after it, but several."""
+    names = tuple(map(str, range(1, 1 + len(table.columns))))
+    for option, key in (("--image-key", image_key), ("--label-key", label_key)):
+        if key is not None and key not in names:
+            raise SourceError(
+                f"{table.path}: {option} is {key}, and the table has no heading: use the number of a column, 1 to "
+                f"{len(names)}"
+            )
+    image = names.index(image_key) if image_key is not None else first
+    if label_key is not None:
+        label = names.index(label_key)
+    elif image + 1 < len(names):
+        label = image + 1
+    elif len(names) == 2:
+        label = 0
+    else:
+        raise SourceError(
+            f"{table.path}: has no heading, and {len(names) - 1} columns before that of the files: name that of the "
+            f"labels with --label-key, 1 to {len(names) - 1}"
+        )
+    return Columns(names, has_heading=False, image=image, label=label, split=None)
 
 
 def label_in(row: Row, columns: Columns) -> str:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dali_train.data.convert.archives import Directory
+from dali_train.data.convert.datasets import TABLE_ENDINGS
 from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out
 from dali_train.data.dataset.manifest import (
     SplitName,
@@ -33,6 +34,7 @@ from dali_train.data.dataset.manifest import (
     number_classes,
     order_classes,
     read_class_names,
+    split_folders_among,
     split_word,
     splits_of_words,
     without_split_words,
@@ -75,17 +77,18 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
         raise SourceError("--label-separator with --multi-hot, whose columns are the classes: use one of them")
     reader = _Reader(options)
     reader.read(path)
-    beside = _of_other_splits(path)
-    validation = [other for other in beside if split_word(other.stem) == "val"]
+    validation = [other for other in _of_other_splits(path) if split_word(other.stem) == "val"]
     if validation and options.validation_fraction is None and all(row.split is None for row in reader.rows):
         if len(validation) > 1:
             both = " and ".join(other.name for other in validation)
             raise SourceError(f"{path}: {both} beside it may both have the validation images: move one of them away")
         reader.read(validation[0], "val")
-        beside.remove(validation[0])
-    if beside:
+    if beside := [other for other in _other_tables(path) if other not in reader.tables]:
         _log.warning("%s: beside it, and not read: %s", path.name, ", ".join(other.name for other in beside))
     rows = _without_decimals(reader.rows)
+    if all(row.split is None for row in rows) and (words := _split_folders(row.file for row in rows)):
+        _log.warning("%s: splits from the folders %s", path.name, ", ".join(sorted(words)))
+        rows = [replace(row, split=words[_top_folder(row.file)]) for row in rows]
     names, numbers = _number_labels(rows, reader.classes, options.class_names)
     if not reader.has_several and len(rows) >= _FEW and len(names) == len(rows):
         raise SourceError(f"{path}: each of its {len(rows):,} images has a label of its own: name another --label-key")
@@ -117,22 +120,39 @@ def has_validation(path: Path) -> bool:
         read = Table.open(path)
         columns = find_columns(read, is_file=ImageFinder(path.parent).has)
         if columns.split is None:
-            return any(split_word(other.stem) == "val" for other in _of_other_splits(path))
+            if any(split_word(other.stem) == "val" for other in _of_other_splits(path)):
+                return True
+            finder, word = ImageFinder(path.parent), split_word(path.stem)
+            found = (finder.find(row.cells[columns.image].strip(), row.where, word) for row in read.rows(columns))
+            return "validation" in splits_of_words({*_split_folders(file for file, _ in found).values()}).values()
         words = {split_in(row, columns) for row in read.rows(columns)}
         return "validation" in splits_of_words({word for word in words if word is not None}).values()
     return False
 
 
+def _top_folder(file: str) -> str:
+    return file.partition("/")[0] if "/" in file else ""
+
+
+def _split_folders(files: Iterable[str]) -> dict[str, SplitWord]:
+    """Return the splits that the folders of all files stand for; none if one of these is no split's."""
+    folders = {_top_folder(file) for file in files}
+    words = split_folders_among(folders)
+    return words if folders == {*words} else {}
+
+
 def _of_other_splits(path: Path) -> list[Path]:
+    """Return the tables beside that of the training images that are called as it, but for the split."""
+    rest = path.suffix, without_split_words(path.stem)
+    return [other for other in _other_tables(path) if (other.suffix, without_split_words(other.stem)) == rest]
+
+
+def _other_tables(path: Path) -> list[Path]:
     """Return the tables beside that of the training images that are called as those of other splits."""
     if split_word(path.stem) != "train":
         return []
-    rest = without_split_words(path.stem)
-    return [
-        other
-        for other in sorted(path.parent.glob(f"*{path.suffix}"))
-        if split_word(other.stem) in ("val", "test") and without_split_words(other.stem) == rest
-    ]
+    beside = (other for other in sorted(path.parent.iterdir()) if other.name.lower().endswith(TABLE_ENDINGS))
+    return [other for other in beside if split_word(other.stem) in ("val", "test")]
 
 
 def _number_labels(

@@ -1,6 +1,7 @@
 """Image files in one folder per class, in a directory or a tar archive."""
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from dali_train.data.dataset.manifest import (
     split_of_folder,
     split_word,
     splits_of_words,
+    without_split_words,
 )
 from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver
 from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared, warn_of_other_labels
@@ -72,7 +74,8 @@ def folders(
         if path is not None and not path.exists():
             raise SourceError(f"--{split} {path} does not exist: use a directory of class folders, or an archive")
     containers = {split: open_container(path) for split, path in paths.items() if path is not None}
-    words = {split: split_folders_among(_top_folders(container)) for split, container in containers.items()}
+    top_folders = {split: _top_folders(container) for split, container in containers.items()}
+    words = {split: split_folders_among(names) for split, names in top_folders.items()}
     if train is not None and validation is None and words["train"]:
         listed = _list_splits(containers["train"], words["train"])
     else:
@@ -85,6 +88,8 @@ def folders(
                 )
         listed = {}
         for split, container in containers.items():
+            if class_names is None:
+                _refuse_lone_split(container, top_folders[split])
             listed[split] = _list_images(container, _SplitFiles(), listed.get("train"))
     if class_names is None:
         for listing in listed.values():
@@ -287,6 +292,16 @@ def _stray(container: Container, files: _SplitFiles, parts: Parts, start: int) -
         f"{container.path}: sort these images into a folder for each class, or {alone}, without this "
         f"split (of an archive once it is unpacked); {_TABLE}"
     )
+
+
+def _refuse_lone_split(container: Container, folders: Collection[str]) -> None:
+    """Raises SourceError: one of the folders is called as images that are no training images, the others are not."""
+    for name in sorted(folders) if len(folders) > 1 else ():
+        if split_word(name) in ("val", "test") and not re.search("[^0-9_. -]", without_split_words(name)):
+            raise SourceError(
+                f"{container.path}: {printable_name(name)} is called as a split, the folders beside it are not: put "
+                "these into train, or move it away; if it is a class, list all classes in a file for --class-names"
+            )
 
 
 def _refuse_other_level(listing: _Listing) -> None:

@@ -8,6 +8,7 @@ it is removed at the end, when ``dataset.json`` is written.
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -498,7 +499,7 @@ def _write(
             num_files=num_files,
             files_crc32c=files_crc32c,
             labels_from={
-                str(path.relative_to(listing.root) if path.is_relative_to(listing.root) else path): digest
+                os.path.relpath(path, listing.root): digest
                 for images in listing.splits.values()
                 for path, digest in images.labels_from.items()
             },
