@@ -484,6 +484,11 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         "2 folders in class folders are no classes, and their images are of the folders above: a/airfield, a/cabin",
     ),
     "a split beside class folders": (["cat/1.jpg", "dog/2.jpg", "val/cat/3.jpg"], False, "val is called as a split"),
+    "splits in class folders": (
+        [f"{name}/{split}/{n}.jpg" for n, name in enumerate("ab") for split in ("train", "val")],
+        False,
+        "turn it round, such as train/a instead of a/train",
+    ),
     "Places365": (["data_256/a/1.jpg", "data_256/b/2.jpg", "val_256/3.jpg"], False, "val_256 is called as a split"),
     "folders called as classes": (["cat/1.jpg", "dog/2.jpg", "augmented/cat/3.jpg"], True, "augmented/cat"),
     "too deep": (

@@ -52,6 +52,7 @@ class Features:
 DEFAULT_FEATURES = Features()
 _MOST_TEXTS = 2  # of a label: captions differ with each image
 _CLASS = "the class's number (its name goes into image/class/text)"
+_SIDES = ("image/height", "image/width")  # in pixels, of records with raw ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +140,8 @@ def index_record(
     encoding: Encoding = "raw" if _text(content, features.get("image/format")) == "RAW" else "image"
     try:
         if encoding == "raw":
-            (height,) = _single(features, "image/height", "int64", path, record).integers
-            (width,) = _single(features, "image/width", "int64", path, record).integers
+            (height,) = _single(features, _SIDES[0], "int64", path, record).integers
+            (width,) = _single(features, _SIDES[1], "int64", path, record).integers
             check_size(height, width)
             expected = height * width * 3
             if end - start != expected:
@@ -165,9 +166,9 @@ def _single(
 ) -> Feature:
     feature = features.get(name)
     if feature is None:
-        raise TFRecordError(
-            path, record.header, f"feature {name} is missing; the record has {', '.join(sorted(features)) or 'none'}"
-        )
+        there = ", ".join(sorted(features)) or "none"
+        remedy = ": name image and label with --image-key and --label-key of data index" if name not in _SIDES else ""
+        raise TFRecordError(path, record.header, f"feature {name} is missing; the record has {there}{remedy}")
     if feature.kind != kind:
         raise TFRecordError(
             path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}: write {what} as {kind}"

@@ -323,6 +323,12 @@ def _refuse_other_level(listing: _Listing) -> None:
     if not below or len(min(below.values(), key=len)) < 2 or any(each != below[min(below)] for each in below.values()):
         return
     shown = shortened(printable_name(min(below)), _MOST_LETTERS)
+    if split_folders_among(below[min(below)]):
+        raise SourceError(
+            f"{listing.path} has the folders of splits in {shown} and other folders: if these are the classes, turn it "
+            f"round, such as train/{shown} instead of {shown}/train; if not, list the classes in a file for "
+            "--class-names"
+        )
     common = ", ".join(
         shortened(printable_name(folder), _MOST_LETTERS) for folder in sorted(below[min(below)])[:_MOST_NAMED]
     )
