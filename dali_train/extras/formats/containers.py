@@ -507,16 +507,16 @@ def _find_columns(
     label = find_column(path, columns, "--label-key", options.label_key, ("y", "label"))
     if columns[image] not in _IMAGES:
         raise SourceError(
-            f"{path}: column {image} is {columns[image]}: name one of jpeg, png or bytes with --image-key, or write the "
-            "shards again with one"
+            f"{path}: column {image} is {columns[image]}: name one of jpeg, png or bytes with --image-key, or write "
+            "the shards again with one"
         )
     number, kind = shard.column_names.index(label), _LABELS.get(columns[label])
     is_list = columns[label] == "json" and shard.column_sizes[number] is None
     if not is_list and (kind is None or shard.column_sizes[number] != struct.calcsize(kind)):
         raise SourceError(
             f"{path}: column {label} is {columns[label]} of size {shard.column_sizes[number]}: name one of int (8), "
-            "uint8 (1) and the like, or of json with lists of numbers, with --label-key, or write the shards again with "
-            "one"
+            "uint8 (1) and the like, or of json with lists of numbers, with --label-key, or write the shards again "
+            "with one"
         )
     splits = {
         shard.column_names.index(name): _LABELS.get(encoding)
