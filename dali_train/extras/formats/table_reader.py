@@ -384,10 +384,6 @@ def _of_objects(path: Path, objects: Objects) -> Table:
 
 
 def _as_text(value: object) -> str:
-    return (
-        value
-        if isinstance(value, str)
-        else ""
-        if value is None
-        else json.dumps(value, ensure_ascii=False, default=date.isoformat)
-    )
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=date.isoformat)
