@@ -360,6 +360,8 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             f"`dali-train data index {quoted} --out INDEX` to leave them where they are"
         )
     for name in _some_files(root, names, below):
+        if _TFRECORD.search(name):
+            return f"its TFRecords are in {(root / name).parent}: name that directory instead"
         if packed := how_packed(root / name):
             folder = f"dali-train data convert folder --train {shlex.quote(f'{root}/{name}')}"
             as_it_is = f"; if it holds CLASS/name.jpg, `{folder}` reads it"

@@ -175,12 +175,12 @@ def list_splits(
             if not len(splits[split].labels):
                 more = ", nor have the others" if paths[1:] else ""
                 raise SourceError(
-                    f"{paths[0]}: has no images{more}: fetch it, or name what holds images{_seen(splits[split])}"
+                    f"{paths[0]}: has no images{more}: fetch it, or name what holds images{seen(splits[split])}"
                 )
     return splits
 
 
-def _seen(images: Images) -> str:
+def seen(images: Images) -> str:
     """Return what is there instead of images."""
     reasons = sorted({one.reason for one in images.passed_over})
     return f" (there are files {', '.join(reasons[:5])})" if reasons else ""

@@ -30,6 +30,7 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver
 from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared, warn_of_other_labels
+from dali_train.extras.formats.listing import seen
 from dali_train.text import plural, shortened
 
 _log = logging.getLogger(__name__)
@@ -373,7 +374,11 @@ def _with_common_labels(
                 "move the folder away"
             )
         if not listing.classes:
-            there = f", but {_described(listing.empty, listing.images.passed_over)}" if listing.empty else ""
+            there = seen(listing.images)
+            if listing.empty:
+                there = f", but {_described(listing.empty, listing.images.passed_over)}"
+            elif ".tar" in there:
+                there += ": unpack each archive into a folder of its class"
             raise SourceError(
                 f"the {split} split has no images: expected files such as CLASS/name.jpg in {listing.path}{there}"
             )
