@@ -55,7 +55,13 @@ from dali_train.runtime.process_group import on_rank_0
 from dali_train.runtime.status import METRICS, read_events
 from dali_train.training.build import RunPlan
 from dali_train.training.precision import Precision
-from dali_train.training.pretrained import class_names_beside, is_path, match_classes, read_weights_of
+from dali_train.training.pretrained import (
+    LOCAL_DIRECTORY,
+    class_names_beside,
+    is_path,
+    match_classes,
+    read_weights_of,
+)
 from dali_train.training.trainer import Trainer
 
 
@@ -178,9 +184,6 @@ def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict
     return state, dataclass_replace(values, dropout=trainer.dropout)
 
 
-_LOCAL = "local-dir:"  # timm's prefix for a directory with config.json and model.safetensors
-
-
 def first_weights(model: ModelConfig, class_names: Sequence[str], *, evaluates: bool = False) -> Tensors | None:
     """Return the weights, or their moving average, if model.weights is a run or a checkpoint, or a file that knows its
     class names; None for anything else, which `create_pretrained` reads.
@@ -193,9 +196,9 @@ def first_weights(model: ModelConfig, class_names: Sequence[str], *, evaluates: 
         ConfigError, CheckpointError: model.weights is another kind of directory, is damaged, or has other classes.
     """
     weights = model.weights
-    if weights is not None and weights.startswith(_LOCAL):
-        file = str(Path(weights.removeprefix(_LOCAL)) / "model.safetensors")
-        theirs: Sequence[str] = class_names_beside(file)
+    if weights is not None and weights.startswith(LOCAL_DIRECTORY):
+        file = str(Path(weights.removeprefix(LOCAL_DIRECTORY)) / "model.safetensors")
+        theirs: Sequence[str] = class_names_beside(weights)
         if sorted(theirs) == sorted(class_names) and [*theirs] != [*class_names]:
             raise ConfigError(
                 f"model.weights {weights}: its classes have another order than the dataset's: use {file}, whose "

@@ -21,6 +21,8 @@ from dali_train.training.model_arguments import build_on_meta, check_name
 from dali_train.training.weight_files import SUFFIXES, Tensors, is_timms_hub_name, read_weights
 
 _MAX_DESCRIPTION_BYTES = 1 << 28  # of a config.json, which may have a million class names
+LOCAL_DIRECTORY = "local-dir:"
+"""timm's prefix for a directory with config.json and model.safetensors."""
 ALL_BUT_HEAD = "all-but-head"
 """In model.freeze: all weights except the classifier's, or the classifiers', if there are several."""
 
@@ -177,12 +179,16 @@ def _misfit(error: Exception, weights: str, name: str, kwargs: dict[str, Any], f
 
 
 def description_beside(weights: str) -> dict[str, Any]:
-    """Return timm's config.json beside a file of weights, as `export` and timm's save_for_hf write it; empty if there
-    is none, or `weights` is no file."""
-    if not is_path(weights) or Path(weights).is_dir():
+    """Return timm's config.json beside a file of weights, as `export` and timm's save_for_hf write it, or in the
+    directory of ``local-dir:``; empty if there is none, or `weights` is neither."""
+    if weights.startswith(LOCAL_DIRECTORY):
+        directory = Path(weights.removeprefix(LOCAL_DIRECTORY))
+    elif is_path(weights) and not Path(weights).is_dir():
+        directory = Path(weights).parent
+    else:
         return {}
     try:
-        description = read_json(Path(weights).parent / "config.json", _MAX_DESCRIPTION_BYTES)
+        description = read_json(directory / "config.json", _MAX_DESCRIPTION_BYTES)
     except (OSError, ForeignFileError):
         return {}
     return description

@@ -116,7 +116,8 @@ def until_a_checkpoint(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "remedy"), [("run.dir", "--out"), ("data.root", "SOURCE"), ("run.epochs", "--epochs")]
+    ("setting", "remedy"),
+    [("run.dir", "--out"), ("data.root", "SOURCE"), ("run.epochs", "--epochs"), ("model.weights", "--weights")],
 )
 def test_settings_that_it_chooses_itself(
     setting: str, remedy: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -226,6 +227,9 @@ def test_which_network_weights_are_for(described: Path) -> None:
         found = describe_weights(file, None)
         assert found.interpolation == interpolation
         assert found.normalise == "imagenet" or "std" in more
+    own = {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": trained_with}
+    (described / "config.json").write_text(json.dumps(own))
+    assert describe_weights(f"local-dir:{described}", "vit_tiny_patch16_224").normalise == "imagenet"
     (described / "config.json").unlink()
     for weights, message in ((file, "--model"), (str(described / "gone.pth"), "no such file"), ("resnet7", "timm")):
         with pytest.raises(ConfigError, match=message):

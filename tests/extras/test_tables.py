@@ -589,6 +589,11 @@ FOLDERS: dict[str, tuple[list[str], dict[str, Any], Labels | str]] = {
         {"val/boxes.csv": "filename,left,top\n0.jpg,0,1\n1.jpg,3,1\n2.jpg,5,0\n"},
         "an image outside of a class folder",
     ),
+    "one table for both, with slashes": (
+        [*FLAT, *(f"train/{n}.jpg" for n in range(3))],
+        {"labels.csv": ANSWERS.replace("\n", "\n/")[:-1]},
+        "may be an image of either split",
+    ),
     "one table for both, with paths": (
         [*FLAT, *(f"train/{n}.jpg" for n in range(3))],
         {"labels.csv": ANSWERS.replace("\n", "\nval/")[:-4] + "\n" + ANSWERS.replace("\n", "\ntrain/")[11:-6]},

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from zipfile import BadZipFile
 
@@ -32,7 +33,7 @@ from dali_train.data.dataset.passed_over import PassedOver, warn_passed_over
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
-from dali_train.files import sha256, write_atomically
+from dali_train.files import write_atomically
 
 GROUPED = Extra[Callable[..., NDArray[np.bool_]]]("dali_train.extras.grouping:held_out_groups", "--group-by")
 # What numpy and zipfile raise for arrays that are missing, or that a power failure or a bit that flipped has spoilt;
@@ -115,7 +116,7 @@ class Images:
         root: Path | str,
         *,
         kept: Path | None = None,
-        labels_from: Iterable[Path] = (),
+        labels_from: Mapping[Path, str] = MappingProxyType({}),
         **facts: object,
     ) -> None:
         """List a source, and warn of what is passed over in it.
@@ -127,7 +128,7 @@ class Images:
             facts: further values that identify it.
         """
         self._source, self._root, self._kept = source, root, kept
-        self.labels_from = {path: sha256(path) for path in labels_from}
+        self.labels_from = labels_from
         self._rows: NDArray[np.int64] | None = None  # the numbers of the listed images that count; None: all do
         if kept is None or not self._load(kept):
             self._list(source)

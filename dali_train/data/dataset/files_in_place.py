@@ -239,7 +239,8 @@ class SourceFiles:
             try:
                 has_changed = sha256(Path(path)) != expected
             except OSError as error:
-                _log.warning("%s: the labels were read from it, and cannot be compared (%s)", path, error.strerror)
+                text = "%s: the labels were read from it, and cannot be compared (%s)"
+                _log.warning(text, printable(path), error.strerror)
                 continue
             if has_changed:
                 raise self._fault(path, "has changed since the labels were read from it: restore it")

@@ -21,6 +21,7 @@ from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceErr
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.extras.formats.listing import Listed, list_splits, open_plain
+from dali_train.files import sha256
 
 _SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")
 _SYNSET_IMAGE = re.compile(r"(n\d{8})_[^/]+\.JPEG$", re.IGNORECASE)
@@ -72,7 +73,7 @@ def imagenet(
             ImageFiles(partial(_validation_images, archive, labels), archive.read),
             validation,
             kept=kept_listing(kept_in, "validation", validation, devkit, train),
-            labels_from=(devkit,),
+            labels_from={devkit: sha256(devkit)},
         )
     return sources, synsets
 

@@ -15,13 +15,21 @@ from itertools import chain, combinations, islice
 from pathlib import Path, PurePosixPath
 
 from dali_train.data.convert.archives import folders_in
-from dali_train.data.convert.datasets import KAGGLES_IMAGENET, TABLE_ENDINGS
+from dali_train.data.convert.datasets import KAGGLES_IMAGENET
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_of_folder, split_word
 from dali_train.data.dataset.passed_over import is_hidden
 from dali_train.extras.formats.image_finder import ImageFinder
-from dali_train.extras.formats.table_reader import Columns, Table, classes_in, find_columns, label_in, split_in
+from dali_train.extras.formats.table_reader import (
+    Columns,
+    Table,
+    classes_in,
+    find_columns,
+    label_in,
+    split_in,
+    tables_in,
+)
 from dali_train.text import plural
 
 _log = logging.getLogger(__name__)
@@ -169,12 +177,9 @@ def _folders_and_images(directory: Path) -> tuple[list[str], set[str]]:
 def _tables_in(place: Path, word: SplitWord | None) -> list[Path]:
     """Return the files in a directory that may have the labels of a split: not those of another split, and not Kaggle's
     sample of a submission, whose labels are made up."""
-    names: list[str] = []
-    with suppress(OSError), os.scandir(place) as entries:  # those above may belong to others
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(TABLE_ENDINGS))
     tables = [
         path
-        for path in map(place.joinpath, names)
+        for path in tables_in(place)
         if not is_hidden(path.name)
         and split_word(path.stem) in (None, word)
         and "submission" not in path.name.lower()
@@ -202,8 +207,11 @@ def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | No
     stems = {PurePosixPath(name).stem: name for name in names}
     place = folder.absolute().parts
 
+    def parts_of(cell: str) -> tuple[str, ...]:
+        return PurePosixPath(cell.strip().replace("\\", "/").strip("/")).parts or ("",)
+
     def named(cell: str) -> str | None:
-        *above, name = PurePosixPath(cell.replace("\\", "/").strip("/")).parts or ("",)
+        *above, name = parts_of(cell)
         if above and place[-len(above) :] != (*above,):
             return None  # in another folder
         return name if name in names else stems.get(name)
@@ -214,7 +222,7 @@ def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | No
         table = Table.open(path)
         columns = _columns(table, lambda cell: named(cell) is not None)
         for row in table.rows(columns):
-            name = named(row.cells[columns.image].strip())
+            name = named(row.cells[columns.image])
             labels = [label_in(row, columns)] if columns.label is not None else classes_in(row, columns)
             if name is None or not any(labels) or split_in(row, columns) not in (None, word):
                 continue
@@ -227,7 +235,7 @@ def _read(path: Path, folder: Path, names: Collection[str], word: SplitWord | No
                     _joined(path) if columns.classes else "",
                 )
                 return None
-            if len(PurePosixPath(row.cells[columns.image].strip().replace("\\", "/")).parts) == 1:
+            if len(parts_of(row.cells[columns.image])) == 1:
                 bare.add(name)
     except SourceError:  # a readme, a list of classes, ...
         return None

@@ -10,16 +10,17 @@ heading, and csv.Sniffer takes any letter that is frequent for a separator: so b
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from dali_train.data.convert.datasets import SPREADSHEETS
+from dali_train.data.convert.datasets import SPREADSHEETS, TABLE_ENDINGS
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_word
@@ -46,6 +47,14 @@ VALIDATION_COLUMNS = ("isvalid", "isvalidation", "isval")
 """Of which True, or 1, says that an image is for validation: fastai's."""
 _NO_CLASSES = ("", "id", "index", "fold", "kfold", "istest", "istrain")
 """Columns that are no classes, if every other column is one."""
+
+
+def tables_in(directory: Path) -> list[Path]:
+    """Return the files in a directory that are called as tables, sorted; none if it cannot be read."""
+    names: list[str] = []
+    with suppress(OSError), os.scandir(directory) as entries:  # of a million images: a Path for each takes far longer
+        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(TABLE_ENDINGS))
+    return [directory / name for name in names]
 
 
 class Row(NamedTuple):

@@ -19,13 +19,12 @@ import ast
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dali_train.data.convert.archives import Directory
-from dali_train.data.convert.datasets import TABLE_ENDINGS
 from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out
 from dali_train.data.dataset.manifest import (
     SplitName,
@@ -52,7 +51,9 @@ from dali_train.extras.formats.table_reader import (
     label_in,
     plain_name,
     split_in,
+    tables_in,
 )
+from dali_train.files import sha256
 
 _log = logging.getLogger(__name__)
 _FEW = 10  # images, each of which may have a label of its own
@@ -77,14 +78,15 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
         raise SourceError("--label-separator with --multi-hot, whose columns are the classes: use one of them")
     reader = _Reader(options)
     reader.read(path)
-    validation = [other for other in _of_other_splits(path) if split_word(other.stem) == "val"]
+    beside = _other_tables(path)
+    validation = _of_validation(path, beside)
     if validation and options.validation_fraction is None and all(row.split is None for row in reader.rows):
         if len(validation) > 1:
             both = " and ".join(other.name for other in validation)
             raise SourceError(f"{path}: {both} beside it may both have the validation images: move one of them away")
         reader.read(validation[0], "val")
-    if beside := [other for other in _other_tables(path) if other not in reader.tables]:
-        _log.warning("%s: beside it, and not read: %s", path.name, ", ".join(other.name for other in beside))
+    if unread := [other.name for other in beside if other not in reader.tables]:
+        _log.warning("%s: beside it, and not read: %s", path.name, ", ".join(unread))
     rows = _without_decimals(reader.rows)
     if all(row.split is None for row in rows) and (words := _split_folders(row.file for row in rows)):
         _log.warning("%s: splits from the folders %s", path.name, ", ".join(sorted(words)))
@@ -120,7 +122,7 @@ def has_validation(path: Path) -> bool:
         read = Table.open(path)
         columns = find_columns(read, is_file=ImageFinder(path.parent).has)
         if columns.split is None:
-            if any(split_word(other.stem) == "val" for other in _of_other_splits(path)):
+            if _of_validation(path, _other_tables(path)):
                 return True
             finder, word = ImageFinder(path.parent), split_word(path.stem)
             found = (finder.find(row.cells[columns.image].strip(), row.where, word) for row in read.rows(columns))
@@ -141,18 +143,18 @@ def _split_folders(files: Iterable[str]) -> dict[str, SplitWord]:
     return words if folders == {*words} else {}
 
 
-def _of_other_splits(path: Path) -> list[Path]:
-    """Return the tables beside that of the training images that are called as it, but for the split."""
+def _of_validation(path: Path, others: Sequence[Path]) -> list[Path]:
+    """Return those of the other tables that are called as that of the training images, but for the word val."""
     rest = path.suffix, without_split_words(path.stem)
-    return [other for other in _other_tables(path) if (other.suffix, without_split_words(other.stem)) == rest]
+    alike = [other for other in others if (other.suffix, without_split_words(other.stem)) == rest]
+    return [other for other in alike if split_word(other.stem) == "val"]
 
 
 def _other_tables(path: Path) -> list[Path]:
     """Return the tables beside that of the training images that are called as those of other splits."""
     if split_word(path.stem) != "train":
         return []
-    beside = (other for other in sorted(path.parent.iterdir()) if other.name.lower().endswith(TABLE_ENDINGS))
-    return [other for other in beside if split_word(other.stem) in ("val", "test")]
+    return [other for other in tables_in(path.parent) if split_word(other.stem) in ("val", "test")]
 
 
 def _number_labels(
@@ -197,7 +199,7 @@ class _Reader:
         self.has_several = self._separator is not None or options.multi_hot
         self.classes: list[str] = []  # with --multi-hot
         self.num_absent = 0  # rows of labels that an image does not have
-        self.tables: list[Path] = []
+        self.tables: dict[Path, str] = {}  # that were read -> SHA-256
         self._images: dict[str, _Row] = {}
         self._seen: dict[str, str] = {}  # file -> where
 
@@ -208,7 +210,7 @@ class _Reader:
     def read(self, path: Path, word: SplitWord | None = None) -> None:
         """Read a table, whose images are all of one split if `word` names it. Raises SourceError: see `table`."""
         options, read = self._options, Table.open(path)
-        self.tables.append(path)
+        self.tables[path] = sha256(path)
         columns = find_columns(
             read,
             image_key=options.image_key,

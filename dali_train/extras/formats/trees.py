@@ -31,6 +31,7 @@ from dali_train.data.dataset.manifest import (
 from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver
 from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared, warn_of_other_labels
 from dali_train.extras.formats.listing import seen
+from dali_train.files import sha256
 from dali_train.text import plural, shortened
 
 _log = logging.getLogger(__name__)
@@ -239,7 +240,7 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
             if folder not in numbers and not has_files:
                 yield PassedOver(folder, EMPTY)
 
-    tables = () if beside is None else (beside.table,)
+    tables = {} if beside is None else {beside.table: sha256(beside.table)}
     listed = Images(ImageFiles(images, container.read), container.path, labels_from=tables)
     if len(numbers) > 1:
         leaves.clear()

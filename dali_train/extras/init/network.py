@@ -69,7 +69,7 @@ def _of_timm(weights: str, model: str | None) -> Pretrained:
     if ":" in weights:  # hf-hub: and local-dir:, whose architecture timm reads
         if model is None:
             raise ConfigError(f"--weights {weights}: name its network with --model, a timm name")
-        return Pretrained(weights=weights, model=model, **_preprocessing(model, {}))
+        return Pretrained(weights=weights, model=model, **_preprocessing(model, preprocessing_beside(weights)))
     name = weights.removeprefix("timm/").partition(".")[0]
     if not is_model(name):
         raise ConfigError(f"--weights {weights}: neither a file, a run directory, nor a timm model")

@@ -11,7 +11,7 @@ REPORT = "probe.json"  # in the directory that it writes: the accuracy
 
 
 def add_probe_command(commands: Commands) -> None:
-    summary = "Fit a linear classifier to the features of model.weights, in seconds, and print its accuracy."
+    summary = "Fit a linear classifier to the features of model.weights, in one pass, and print its accuracy."
     probe = with_config(commands, "probe", summary, _probe)
     text = "write the network with this classifier here, as `export` does: its model.safetensors is for model.weights"
     probe.add_argument("--output", type=Path, metavar="DIR", help=text)

@@ -26,19 +26,20 @@ from dali_train.checkpoint.trained_model import input_config, with_plain_model
 from dali_train.config import Config
 from dali_train.data.convert.sources import held_out
 from dali_train.data.dataset.index import Split, open_split
-from dali_train.data.loading.loader_arguments import Place, pixels_for
-from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.data.loading.loader import EvalLoader
+from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.progress import Progress
 from dali_train.errors import ConfigError, RunError
 from dali_train.extras.export.write import save_timm
 from dali_train.extras.probe import REPORT
 from dali_train.files import write_atomically
+from dali_train.runtime.launch import Launch
+from dali_train.runtime.process import choose_device
 from dali_train.text import plural, printable
 from dali_train.training.model import build_model
 from dali_train.training.pretrained import classifiers
 
 _MOST_IMAGES = 20_000  # to fit to: more take the regression minutes
-_BATCH = 64
 _STRENGTHS = 10.0 ** np.arange(-4, 3)  # C of scikit-learn, for features of variance 1
 _HELD_OUT = 0.2  # of each class, to choose among them
 _MOST_STEPS = 1000  # of L-BFGS
@@ -64,16 +65,18 @@ def probe(config: Config, output: Path | None) -> str:
         )
     train = open_split(config.data, "train")
     train.require_one_label()
-    place = Place.find(None, None, None, None, config.data.num_threads)
+    validation = open_split(config.data, "validation")
+    chosen = _chosen(train)
+    if len(np.unique(train.rows["label"][chosen])) < 2:
+        raise ConfigError("all training images are of one class: a classifier needs two")
+    place = Place.find(0, 1, None, choose_device(config.run.device, Launch()), config.data.num_threads)
     tensors = first_weights(config.model, train.manifest.class_names)
-    config = with_plain_model(config)
+    config = with_plain_model(config).replace({"precision.dtype": "fp32"})
     model = build_model(config, train.num_classes, place.device, with_weights=True, tensors=tensors).eval()
     layer = _classifier(model, config.model.name)
-    chosen = _chosen(train)
-    fitted = _features(model, layer, train, chosen, config, place)
+    fitted = _features(model, layer, EvalLoader.of_split(train, config, place, images=chosen), "train")
     weight, bias = _fit(fitted, train.num_classes, config.data.seed)
-    validation = open_split(config.data, "validation")
-    images = _features(model, layer, validation, np.arange(len(validation)), config, place)
+    images = _features(model, layer, EvalLoader.of_split(validation, config, place), "validation")
     top1 = float(np.mean((images.values @ weight.T + bias).argmax(axis=1) == images.labels))
     text = f"a linear classifier, fitted to the features of {len(chosen):,} of {plural(train.num_images, 'image')}: "
     text += f"top-1 {top1:.2%} of {plural(len(validation), 'validation image')}"
@@ -103,28 +106,23 @@ def _chosen(split: Split) -> NDArray[np.int64]:
     return images[held_out(split.rows["label"][images], _MOST_IMAGES / len(images), seed=0)]
 
 
-def _features(
-    model: nn.Module, layer: nn.Linear, split: Split, numbers: NDArray[np.int64], config: Config, place: Place
-) -> _Features:
-    """Return what the classifier gets for images of a split, as an evaluation prepares them."""
-    pixels = pixels_for(config.data, place.device, place.num_threads, torch.float32, channels_last=False)
-    batches = [numbers[first : first + _BATCH] for first in range(0, len(numbers), _BATCH)]
-    pipeline = EvaluationPipeline(split, batches, config.data, pixels)
+def _features(model: nn.Module, layer: nn.Linear, loader: EvalLoader, name: str) -> _Features:
+    """Return what the classifier gets for the images of a loader, of the split `name`."""
     values: list[NDArray[np.float32]] = []
-    hook = layer.register_forward_pre_hook(lambda _, inputs: values.append(inputs[0].float().cpu().numpy()))
-    with hook, torch.inference_mode(), Progress(f"features of {split.name}", total=len(numbers), unit="images") as bar:
-        for batch in batches:
-            images, _ = pipeline.run()
-            model(images.to(place.device))
-            bar.update(len(batch))
-    return _Features(np.concatenate(values), split.rows["label"][numbers].astype(np.int64))
+    labels: list[NDArray[np.int64]] = []
+    hook = layer.register_forward_pre_hook(lambda _, inputs: values.append(inputs[0].cpu().numpy()))
+    num_images = sum(map(len, loader.batches))
+    with hook, torch.inference_mode(), Progress(f"features of {name}", total=num_images, unit="images") as progress:
+        for images, numbers in loader:
+            model(images)
+            labels.append(numbers.cpu().numpy())
+            progress.update(len(numbers))
+    return _Features(np.concatenate(values), np.concatenate(labels))
 
 
 def _fit(fitted: _Features, num_classes: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the classifier's weights (classes, width) and biases (classes,), with the regularisation that is best for
-    a held-out fifth of each class. Raises ConfigError: all images are of one class."""
-    if len(np.unique(fitted.labels)) < 2:
-        raise ConfigError("all training images are of one class: a classifier needs two")
+    a held-out fifth of each class."""
     scaler = StandardScaler().fit(fitted.values)
     values, labels = scaler.transform(fitted.values), fitted.labels
     other = held_out(labels.astype(np.int32), _HELD_OUT, seed=seed)
@@ -149,7 +147,7 @@ def _fit(fitted: _Features, num_classes: int, seed: int) -> tuple[NDArray[np.flo
 
 def _regression(values: NDArray[np.float32], labels: NDArray[np.int64], strength: float) -> LogisticRegression:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # nearly unregularised ones, which are not chosen
+        warnings.simplefilter("ignore", ConvergenceWarning)  # of those nearly without regularisation
         return LogisticRegression(C=strength, max_iter=_MOST_STEPS).fit(values, labels)
 
 
