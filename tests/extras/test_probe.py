@@ -27,11 +27,11 @@ SIZE = 32
 DISTILLED = "deit_tiny_distilled_patch16_224"  # which has two classifiers
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module")
 def photos(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two or three classes of 30 images, which differ in brightness, and not always."""
+    """Three classes, or as many as a test asks for, of 30 images, which differ in brightness, and not always."""
     directory, generator = tmp_path_factory.mktemp("probe") / "photos", np.random.default_rng(0)
-    for number in range(request.param):
+    for number in range(getattr(request, "param", 3)):
         (directory / f"class-{number}").mkdir(parents=True)
         for image in range(30):
             mean = generator.normal(100 + 30 * number, 20)
@@ -59,6 +59,7 @@ def config_file(photos: Path, weights: Path, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize("photos", [2, 3], indirect=True)
 def test_its_accuracy_is_that_of_the_network_it_writes_and_of_scikit_learn(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
