@@ -142,7 +142,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         from dali_train.data.dataset.storage import storage_of
 
         try:  # before torch is imported, which takes seconds
-            storage_of(config.data)
+            storage_of(config.data.root)
             Manifest.read(config.data.root)
         except (ConfigError, DatasetError) as error:
             error.reported_elsewhere = not is_first_on_host(launch_options(options).local_rank)

@@ -169,7 +169,7 @@ def find_dataset(config: Config, launch: Launch) -> DatasetLocation:
         ConfigError: data.root is a URL whose scheme is unknown.
         DatasetError: on all ranks, if any host fails to make its copy.
     """
-    storage_of(config.data)  # report an unknown scheme before looking for its directory
+    storage_of(config.data.root)  # report an unknown scheme before looking for its directory
     if config.data.local_copy is None:
         return DatasetLocation(config.data)
     return LOCAL_COPY.load()(config.data, launch)

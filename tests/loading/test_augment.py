@@ -525,12 +525,9 @@ def test_the_decoder_is_described(config: Config) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_storage_that_nobody_has(config: Config) -> None:
-    unknown = replace(config.data, root="ftp://host/data")
-    with pytest.raises(
-        ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, use one of file, "
-    ):
-        storages.open_storage(Split(config.data.root, "train"), unknown)
+def test_a_storage_that_nobody_has() -> None:
+    with pytest.raises(ConfigError, match=r"^ftp://host/data: there is no storage for ftp://, use one of file, "):
+        storages.storage_of("ftp://host/data")
 
 
 def test_commands_open_images_by_the_row_of_their_storage(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

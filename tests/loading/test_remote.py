@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
@@ -20,6 +21,8 @@ from dali_train.data.dataset.manifest import fetched_metadata
 from dali_train.data.dataset.storage import MappedFiles, RangedImages, stored_image
 from dali_train.data.loading import cache as cache_module
 from dali_train.data.loading.cache import Eviction, ImageCache, NextUse, Node
+from dali_train.data.loading.loader import EvalLoader
+from dali_train.data.loading.loader_arguments import Place
 from dali_train.data.loading.read_ahead import ReadAhead, read
 from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from dali_train.data.sampling.order import SampleOrder
@@ -77,6 +80,19 @@ def test_images_are_those_on_the_disk(server: ObjectServer, dataset: Path) -> No
     small.prefetch(np.arange(50))
     assert small._num_staged_bytes <= 2000
     assert_all_images(small, dataset)
+
+
+@pytest.mark.parametrize("root_is_remote", [False, True])
+def test_a_set_is_read_from_where_it_lies(
+    server: ObjectServer, dataset: Path, tiny_config: Path, root_is_remote: bool
+) -> None:
+    """One of data.eval_sets, which may be in a bucket while data.root is on a disk, or the other way round."""
+    root, other = (server.url, str(dataset)) if root_is_remote else (str(dataset), server.url)
+    config = load_config(tiny_config).replace({"data.root": root})
+    place = Place.find(0, 1, None, "cpu", 1)
+    own, its = (list(EvalLoader.of_split(Split(each, "validation"), config, place)) for each in (root, other))
+    for (images, labels), (its_images, its_labels) in zip(own, its, strict=True):
+        assert torch.equal(images, its_images) and torch.equal(labels, its_labels)
 
 
 def cut_short(handler: Any, path: str, content: bytes) -> bool:

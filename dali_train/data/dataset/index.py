@@ -72,7 +72,7 @@ class Split:
     index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk;
     `is_on_disk` is also False if another storage has them. `kept` is which images take part in training, (N,), None if
     all do, and `num_images` their number. `label_sets` is None if each label stands for one class; with several labels
-    an image it has the classes of each label, (labels, most), and -1 after them.
+    an image it has the classes of each label, (labels, most), and -1 after them. `location` is `root` as given.
 
     Args:
         root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
@@ -98,6 +98,7 @@ class Split:
         strict: bool = True,
         exclude: Path | str | None = None,
     ) -> None:
+        self.location = str(root)
         self.root = metadata_directory(root)
         self.dataset_name = Path(root).resolve().name
         self._root_url = str(root).rstrip("/") if is_remote(str(root)) else None

@@ -18,6 +18,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
+from dali_train.config.sections import is_url
 from dali_train.data.dataset.files_in_place import SourceFiles
 from dali_train.data.dataset.image_file import for_dali
 from dali_train.data.dataset.index import Split, map_file, sizes_of
@@ -430,21 +431,22 @@ STORAGES: dict[str, Callable[[Split, DataConfig, Cache | None], Storage]] = {
     ),
     **dict.fromkeys(SCHEMES, _ranged_images),
 }
-"""Functions that open a storage, by the scheme of the URL in data.root; a path without a scheme is a file."""
+"""Functions that open a storage, by the scheme of a dataset's URL; a path without a scheme is a file."""
 
 
 @singledispatch
 def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> Storage:
-    """Return the storage with the images of `split`, which may be a split of data.root or of its local copy. Other
-    kinds of split register theirs.
+    """Return the storage with the images of `split`, by where it lies: a set of data.eval_sets need not lie where
+    data.root does. Other kinds of split register theirs.
 
     Args:
+        data: how much is read ahead.
         cache: of this node, for images of an object store.
 
     Raises:
         ConfigError: as `storage_of`.
     """
-    return storage_of(data)(split, data, cache)
+    return storage_of(split.location)(split, data, cache)
 
 
 @dataclass(frozen=True)
@@ -455,23 +457,16 @@ class DatasetLocation:
     in_use: tuple[BinaryIO, ...] = ()  # hold the locks of copies
 
 
-def storage_of(data: DataConfig) -> Callable[[Split, DataConfig, Cache | None], Storage]:
-    """Return the row of `STORAGES` that data.root names.
+def storage_of(location: str) -> Callable[[Split, DataConfig, Cache | None], Storage]:
+    """Return the row of `STORAGES` for a dataset's directory or URL.
 
     Raises:
         ConfigError: the URL's scheme is unknown.
     """
-    scheme = _scheme(data.root)
+    scheme = location.partition("://")[0] if is_url(location) else "file"
     if scheme not in STORAGES:
-        raise ConfigError(
-            f"data.root is {data.root}: there is no storage for {scheme}://, use one of {', '.join(STORAGES)}"
-        )
+        raise ConfigError(f"{location}: there is no storage for {scheme}://, use one of {', '.join(STORAGES)}")
     return STORAGES[scheme]
-
-
-def _scheme(location: str) -> str:
-    scheme, separator, _ = location.partition("://")
-    return scheme if separator else "file"
 
 
 def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
@@ -495,5 +490,4 @@ def open_shards(split: Split) -> Storage:
     Raises:
         DatasetError: see `MappedFiles`.
     """
-    settings = DataConfig(root=".", read_ahead_mb=0)  # the split has its own place, whose name need not be UTF-8
-    return open_storage(split, settings) if split.url is None else _ranged_images(split, settings, None)
+    return open_storage(split, DataConfig(root=".", read_ahead_mb=0))  # the split has its own place

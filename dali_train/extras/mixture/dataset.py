@@ -66,8 +66,7 @@ class MixedSplit(Split):
     """
 
     def __init__(self, data: DataConfig, *, local: bool = True) -> None:
-        self.roots = [root for _, root, _ in data.mix]
-        self.parts = [Split(root, "train", local=local) for root in self.roots]
+        self.parts = [Split(root, "train", local=local) for _, root, _ in data.mix]
         for part, (name, _, _) in zip(self.parts, data.mix, strict=True):
             part.source_name = name
         self.firsts = np.cumsum([0, *map(len, self.parts[:-1])])  # the number of each one's first image, (sources,)

@@ -23,9 +23,8 @@ class MixedImages:
         self._firsts = split.firsts
         caches = [None] * len(split.parts) if cache is None else cache.of_sources
         self._storages: list[Storage] = []
-        for part, root, its_cache in zip(split.parts, split.roots, caches, strict=True):
-            settings = DataConfig(root=root, read_ahead_mb=data.read_ahead_mb)
-            self._storages.append(open_storage(part, settings, its_cache))
+        for part, its_cache in zip(split.parts, caches, strict=True):
+            self._storages.append(open_storage(part, data, its_cache))
         # The largest: a store has to be asked for many images at the same time.
         self.portion_bytes = max(storage.portion_bytes for storage in self._storages)
 
