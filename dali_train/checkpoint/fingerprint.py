@@ -251,4 +251,4 @@ def samples_of(config: Config) -> tuple[Split, MicroBatches]:
             "recomputed"
         )
     split = open_split(config.data, "train", local=False)
-    return split, MicroBatches(split.rows, config, order=split.order(config))
+    return split, split.micro_batches(config)

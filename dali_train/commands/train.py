@@ -40,6 +40,8 @@ from dali_train.config.check import Extra
 from dali_train.data.loading.decoders import describe_decoder
 from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.loader_arguments import pixel_format
+from dali_train.data.loading.pipelines import Batch
+from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.errors import ConfigError, RunError
 from dali_train.files import git_commit, write_atomically
@@ -66,7 +68,7 @@ from dali_train.training.metrics import NonFiniteError, evaluate_all
 from dali_train.training.optim import resolved_arguments
 from dali_train.training.replicas import HardwareFaultError, Replicas
 from dali_train.training.schedule import learning_rate
-from dali_train.training.trainer import StepImages, Trainer
+from dali_train.training.trainer import Trainer
 
 logger = logging.getLogger("dali_train")
 
@@ -158,12 +160,12 @@ class Run:
         return self.plan.config.steps(multiple, self.plan.num_images) == self.step
 
     def evaluation_is_due(self) -> bool:
-        run = self.plan.config.run
+        settings = self.plan.config.run
         if self.evaluators is None:
             return False
-        if run.eval_every_epochs is None:  # a part of a run, which run.max_steps ends, goes without
-            return self.step == self.plan.config.steps(run.epochs, self.plan.num_images)
-        return self.is_last_step or self.has_passed(run.eval_every_epochs)
+        if settings.eval_every_epochs is None:  # a part of a run, which run.max_steps ends, goes without
+            return self.step == self.plan.config.steps(settings.epochs, self.plan.num_images)
+        return self.is_last_step or self.has_passed(settings.eval_every_epochs)
 
     def checkpoint_is_due(self) -> bool:
         every = self.plan.config.run.checkpoint_every_steps
@@ -398,10 +400,10 @@ def loop(run: Run, agreement: StepAgreement) -> None:
             break
         agreement.ask(save=run.checkpoint_is_old())
         lr = learning_rate(run.plan.config, index, run.plan.num_images)
-        images = run.trainer.step(index, lr, run.loader)
+        micro_batches, batch = run.trainer.step(index, lr, run.loader)
         run.progress.step = index + 1
         run.stopping, save_is_asked = agreement.agreed()
-        report_step(run, lr, images)
+        report_step(run, lr, micro_batches, batch)
         if save_is_asked or run.checkpoint_is_due():
             save(run)
         if run.stopping and not run.is_last_step:
@@ -416,9 +418,12 @@ def loop(run: Run, agreement: StepAgreement) -> None:
         write_model(run.plan.directory, run.step)
 
 
-def report_step(run: Run, lr: float, images: StepImages) -> None:
-    """Pass the step to the hooks; on logging steps with metrics, for which the host waits for the device."""
-    micro_batches, batch = images
+def report_step(run: Run, lr: float, micro_batches: tuple[MicroBatch, ...], batch: Batch) -> None:
+    """Pass the step to the hooks; on logging steps with metrics, for which the host waits for the device.
+
+    Args:
+        micro_batches: those of this coordinate, the last of which is `batch`.
+    """
     record = None
     run.progress.fingerprint.add(micro_batches)
     if run.step % run.plan.config.hooks.log_every_steps == 0 or run.is_last_step:

@@ -184,7 +184,7 @@ class _Passes:
         batch = self.batches[number]
         with trainer.precision.autocast():
             loss, logits = trainer.objective(output, batch.images, batch.targets, batch.lambdas)
-        trainer.record(self._step, batch, loss, logits)
+        trainer.count_micro_batch(self._step, batch, loss, logits)
         return trainer.scaled(loss)
 
 

@@ -92,6 +92,8 @@ class Trainer:
         for number in range(num_passes):
             is_last = number == num_passes - 1
             has_micro_batch = number < num_local_micro_batches
+            # Where every pass has collectives, a coordinate with a micro-batch less has its last one again, with a loss
+            # of zero, while others have theirs.
             if has_micro_batch:
                 self.clock.enter("data")
                 batch = loader.next()
@@ -109,14 +111,13 @@ class Trainer:
             if number == 0 and self.noise is not None:
                 self.noise.add_first_micro_batch(self.model)
             if not has_micro_batch:
-                # It was the last micro-batch again, with zero loss: other ranks have collectives in every pass.
                 break
             self.statistics.add_micro_batch()
-            self.record(step, batch, loss, logits)
+            self.count_micro_batch(step, batch, loss, logits)
             micro_batches.append(batch.micro_batch)
         return tuple(micro_batches), batch
 
-    def record(self, step: int, batch: Batch, loss: torch.Tensor, logits: torch.Tensor) -> None:
+    def count_micro_batch(self, step: int, batch: Batch, loss: torch.Tensor, logits: torch.Tensor) -> None:
         """Add a micro-batch of `step` with its mean `loss` to the metrics, and show its `logits` to the observers."""
         correct = self.objective.count_correct(logits, batch.targets)
         self.metrics.add_micro_batch(loss, correct, num_images=len(batch.targets), step=step, k=batch.micro_batch.k)

@@ -55,8 +55,7 @@ def mixed(config: Config, art: Path) -> Config:
 
 
 def micro_batches_of(config: Config) -> MicroBatches:
-    split = open_split(config.data, "train")
-    return MicroBatches(split.rows, config, order=split.order(config))
+    return open_split(config.data, "train").micro_batches(config)
 
 
 def stream(config: Config, steps: int) -> list[MicroBatch]:

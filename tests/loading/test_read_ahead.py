@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dali_train.config import Config
 from dali_train.data.dataset.index import INDEX_DTYPE, Split
 from dali_train.data.dataset.storage import GAP_BYTES, RUN_BYTES, MappedFiles, adjacent
-from dali_train.data.loading.read_ahead import ReadAhead, read
+from dali_train.data.loading.read_ahead import ReadAhead, read_ahead
 from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from tests.config.test_config import PLAIN
 from tests.conftest import REPOSITORY
@@ -43,7 +43,7 @@ def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str
     files.reading.read_into_page_cache({})  # its process has begun
     before = bytes_read(files.reading)
     without, ahead = (
-        read(split, Segment(config=config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2), files)
+        read_ahead(split, Segment(config=config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2), files)
         for mb in (0, 256)
     )
     plain = list(itertools.islice(without, 60))
@@ -108,14 +108,14 @@ import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.read_ahead import read
+from dali_train.data.loading.read_ahead import read_ahead
 from dali_train.data.sampling.micro_batch import Segment
 from dali_train.data.loading.read_ahead import ReadAhead
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.dataset.storage import MappedFiles
 config = load_config({str(tiny_config)!r})
 split = Split(config.data.root, "train")
-ahead = read(split, Segment(config=config, start_step=0, dp_rank=0, dp_size=1), MappedFiles(split))
+ahead = read_ahead(split, Segment(config=config, start_step=0, dp_rank=0, dp_size=1), MappedFiles(split))
 next(ahead)
 assert threading.active_count() == 1 + 4
 """
@@ -140,7 +140,9 @@ def test_fault_is_told_once_and_changes_nothing(
     monkeypatch.setattr(Failing, "left", itertools.repeat(True, times))
     split = Split(dataset, "train")
     plain, ahead = (
-        read(split, Segment(config=config_of(dataset, "full", mb), start_step=0, dp_rank=0, dp_size=1), Failing(split))
+        read_ahead(
+            split, Segment(config=config_of(dataset, "full", mb), start_step=0, dp_rank=0, dp_size=1), Failing(split)
+        )
         for mb in (0, 256)
     )
     wait_until(lambda: not threads())

@@ -23,7 +23,7 @@ from dali_train.data.loading import cache as cache_module
 from dali_train.data.loading.cache import Eviction, ImageCache, NextUse, Node
 from dali_train.data.loading.loader import EvalLoader
 from dali_train.data.loading.loader_arguments import Place
-from dali_train.data.loading.read_ahead import ReadAhead, read
+from dali_train.data.loading.read_ahead import ReadAhead, read_ahead
 from dali_train.data.sampling.micro_batch import MicroBatches, Segment
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.errors import ConfigError, DatasetError
@@ -471,7 +471,7 @@ def test_no_more_is_read_ahead_than_half_of_a_cache(
         node = Node(directory=tmp_path, limit=limit, dp_size=2, coordinates=coordinates, lock=None)
         assert node.most_ahead(split) == pytest.approx(most, abs=3)
         caplog.clear()
-        ahead = read(split, Segment(config=config, start_step=0, dp_rank=0, dp_size=2), storage, node)
+        ahead = read_ahead(split, Segment(config=config, start_step=0, dp_rank=0, dp_size=2), storage, node)
         assert isinstance(ahead, ReadAhead)
         assert ahead._prefetcher._num_ahead == max(1, min(node.most_ahead(split), 25) // 4)
         assert ("images are read ahead, less than data.read_ahead_mb" in caplog.text) == (limit is not None)

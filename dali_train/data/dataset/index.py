@@ -19,7 +19,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.config import DataConfig, SampleConfig
+from dali_train.config import DataConfig, SampleConfig, View
 from dali_train.config.check import Extra
 from dali_train.config.sections import is_url
 from dali_train.data.dataset.files_in_place import SourceFiles, is_table
@@ -38,6 +38,7 @@ from dali_train.data.dataset.manifest import (
     text_index_path,
 )
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
+from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import (
@@ -171,6 +172,10 @@ class Split:
     def order(self, config: SampleConfig) -> SampleOrder:
         """Return a new order of the training images."""
         return SampleOrder.of(config, self.rows["label"], self.kept)
+
+    def micro_batches(self, config: SampleConfig, views: Sequence[View] = ()) -> MicroBatches:
+        """Return what the micro-batches of a training on this split are, see `MicroBatches`."""
+        return MicroBatches(self.rows, config, views, self.order(config))
 
     def count_classes(self, labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """Return how many of these labels of the index stand for each class, (classes,)."""
@@ -467,7 +472,8 @@ MIXTURE = Extra[Mixture]("dali_train.extras.mixture.dataset", "data.mix")
 
 
 def open_split(data: DataConfig, name: SplitName, *, local: bool = True) -> Split:
-    """Return the split that a run with these settings trains on or evaluates.
+    """Return the split that a run with these settings trains on or evaluates. Who has a directory instead of settings,
+    such as a command on one dataset, opens a `Split`, which is never a mixture.
 
     Args:
         local: see `Split`.

@@ -231,7 +231,12 @@ def graph_options(pixels: PixelFormat, *, size: int) -> dict[str, Any]:
 
 @pipeline_def(enable_conditionals=True)
 def training_graph(feed: Feed, views: Sequence[DataConfig], pixels: PixelFormat, split: Split) -> Any:
-    """Define the graph that does everything except mixing: images of each view, targets, lambdas, partners."""
+    """Define the graph that does everything except mixing: images of each view, targets, lambdas, partners.
+
+    Args:
+        views: the settings of each view of an image, at least one.
+        pixels: the format of the images, and where they are decoded.
+    """
     nodes = feed.nodes()
     stored, anchor, shape = nodes["stored"], nodes["anchor"], nodes["shape"]
     if split.manifest.encoding == "raw":

@@ -49,7 +49,7 @@ from dali_train.data.loading.pipelines import (
     TrainingPipeline,
     without_waiting,
 )
-from dali_train.data.loading.read_ahead import micro_batches_of, ordered, read
+from dali_train.data.loading.read_ahead import read_ahead
 from dali_train.data.sampling.micro_batch import MicroBatch, Segment, segment_at, view_configs
 from dali_train.errors import RunError
 
@@ -414,7 +414,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         count = self.config.batch.num_micro_batches
         require(step >= 0 and 0 <= k < count, f"at({step}, {k}): use a step from 0 on, and k from 0 to {count - 1}")
         segment = self._segment_at(step)
-        wanted = micro_batches_of(self._split, segment)(step, k)
+        wanted = self._split.micro_batches(segment.config, segment.views)(step, k)
         pipeline = uninterrupted(lambda: self._pipeline_of(segment, itertools.repeat(wanted)))
         try:
             return self._as_asked(pipeline.run().to(self._place.device))
@@ -492,15 +492,19 @@ class TrainLoader(_Loader[TrainingPipeline]):
         assert self._pipeline is not None
         return self._pipeline.run().to(self._place.device)
 
+    def _following(self, segment: Segment) -> Iterator[MicroBatch]:
+        return self._split.micro_batches(segment.config, segment.views).following(segment)
+
     def _pipeline_of(self, segment: Segment, chosen: Iterator[MicroBatch] | None = None) -> TrainingPipeline:
-        """Return the pipeline of a segment's micro-batches, or of those `chosen`, whose bytes are not read ahead."""
+        """Return the pipeline of a segment's micro-batches, or of those `chosen`, whose bytes are not read ahead: here
+        a dataset (`split`), an order (`micro_batches`) and a storage become batches."""
         split, pixels = self._split, self._pixels
         data = segment.config.data
         size = segment.config.batch.micro_batch
         if data.reader == "dali":
             return DALI_READER.load()(
                 split,
-                chosen or ordered(split, segment),
+                chosen or self._following(segment),
                 data,
                 pixels,
                 size=size,
@@ -510,12 +514,13 @@ class TrainLoader(_Loader[TrainingPipeline]):
             )
         if data.reader == "synthetic" or not self._decodes:
             blank = blank_images(segment.config, pixels, self._place.device)
-            return SyntheticPipeline(chosen or ordered(split, segment), blank.normal_() if self._decodes else blank[:0])
+            images = blank.normal_() if self._decodes else blank[:0]
+            return SyntheticPipeline(chosen or self._following(segment), images)
         storage = open_storage(split, data, None if self._node is None else self._node.cache(split))
-        micro_batches = chosen or read(split, segment, storage, self._node)
+        chosen = chosen or read_ahead(split, segment, storage, self._node)
         decoded_on = CpuPipeline if pixels.device_id is None else DaliPipeline  # which also augments and mixes
         views = [one.data for one in view_configs(segment.config, segment.views)]
-        return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size, views=views)
+        return decoded_on(split, storage, chosen.__next__, data, pixels, size=size, views=views)
 
 
 class EvalLoader(_Loader[EvaluationPipeline]):

@@ -34,22 +34,12 @@ logger = logging.getLogger("dali_train")
 _END_S = 5.0
 
 
-def micro_batches_of(split: Split, segment: Segment) -> MicroBatches:
-    return MicroBatches(split.rows, segment.config, segment.views, split.order(segment.config))
-
-
-def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:
-    """Iterate over the micro-batches of a segment, and beyond it, without end."""
-    micro_batches = micro_batches or micro_batches_of(split, segment)
-    return micro_batches.following(segment)
-
-
-def read(split: Split, segment: Segment, storage: Storage, node: Node | None = None) -> Iterator[MicroBatch]:
+def read_ahead(split: Split, segment: Segment, storage: Storage, node: Node | None = None) -> Iterator[MicroBatch]:
     """Iterate over the segment's micro-batches while their bytes are read ahead, and the cache of `node` is kept within
     its limit."""
     data, batch = segment.config.data, segment.config.batch
-    micro_batches = micro_batches_of(split, segment)
-    chosen = ordered(split, segment, micro_batches)
+    micro_batches = split.micro_batches(segment.config, segment.views)
+    chosen = micro_batches.following(segment)
     # Never more than an epoch ahead, which covers every image once.
     images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, split.num_images // segment.dp_size)
     if node is not None and (most := node.most_ahead(split)) < images:

@@ -102,7 +102,7 @@ class MicroBatches:
         self._config = config
         self.order = SampleOrder.of(config, rows["label"]) if order is None else order
         num_images = self.order.num_images
-        self._config_at = config.by_step(num_images)
+        self._config_at = config.by_step(num_images)  # in a `Segment` the same at each step; `prove` has whole runs
         self._views = view_configs(config, views)
         until = config.mixup.until_epoch
         self._mixing_ends = math.inf if until is None else config.steps(until, num_images)
@@ -171,6 +171,8 @@ class MicroBatches:
         images, draw_numbers = self.order.images_at(positions)
         rows = self._rows[images]
         heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
+        # An image has three numbers: `images`, its row in this split; its row in its own dataset, which differs in a
+        # mixture; and `draw_numbers`, how often it was there before, so that each time gets other draws.
         draw_input = DrawInput(
             numbers=self.order.numbers_in_source(images),
             draw_numbers=draw_numbers * num_views + view,  # as for repeats: no two views of an image have the same
