@@ -448,8 +448,8 @@ class ModelConfig:
     the right share of positives; 1,000 classes: -6.9. None: the model's own."""
     freeze: tuple[str, ...] = ()
     """Names of weights that are not trained, where * matches anything: patch_embed.* blocks.0.*; or all-but-head, which
-    trains only the classifier (a linear probe). BatchNorms without trained weights keep their running statistics and
-    normalise with them."""
+    trains only the classifier (a linear probe); or batch-norm, all BatchNorms. BatchNorms without trained weights keep
+    their running statistics and normalise with them."""
     constant_drop_path: bool = False
     """Drop paths at the rate model.kwargs.drop_path_rate in all blocks, as DeiT III does. False: at timm's rates, which
     grow from 0 in the first block to that rate in the last, so that they are half of it on average."""

@@ -24,6 +24,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 28  # of a config.json, which may have a million c
 LOCAL_DIRECTORY = "local-dir:"
 """timm's prefix for a directory with config.json and model.safetensors."""
 ALL_BUT_HEAD = "all-but-head"
+BATCH_NORM = "batch-norm"
 """In model.freeze: all weights except the classifier's, or the classifiers', if there are several."""
 
 
@@ -307,7 +308,7 @@ def _misfits(message: str) -> list[str]:
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Freeze weights whose name matches one of `patterns` (``*`` matches anything; or `ALL_BUT_HEAD`).
+    """Freeze weights whose name matches one of `patterns` (``*`` matches anything; or `ALL_BUT_HEAD`, `BATCH_NORM`).
 
     A BatchNorm with no trained weights stays in evaluation mode: it normalises with its running statistics and does not
     update them.
@@ -317,17 +318,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        if pattern == ALL_BUT_HEAD:
-            heads = classifiers(getattr(model, "pretrained_cfg", None))
-            matches = [name for name in parameters if name.rpartition(".")[0] not in heads]
-            if len(matches) == len(parameters):
-                raise ConfigError(
-                    "model.freeze all-but-head: timm does not know the classifier of this model: list the weights to "
-                    "freeze by name"
-                )
-        else:
-            matches = matching_names(parameters, pattern, "model.freeze")
-        for name in matches:
+        for name in _frozen_by(pattern, model, parameters):
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"model.freeze {patterns} leaves nothing to train: freeze fewer weights")
@@ -335,6 +326,25 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         if isinstance(layer, _BatchNorm) and is_frozen(layer):
             layer.eval()
             layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign, misc]
+
+
+def _frozen_by(pattern: str, model: nn.Module, names: Collection[str]) -> list[str]:
+    """Return the `names` of a model's weights that one pattern of model.freeze means."""
+    if pattern == BATCH_NORM:
+        norms = {name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+        if not norms:
+            raise ConfigError(f"model.freeze {BATCH_NORM}: the model has no BatchNorm, leave it out")
+        return [name for name in names if name.rpartition(".")[0] in norms]
+    if pattern == ALL_BUT_HEAD:
+        heads = classifiers(getattr(model, "pretrained_cfg", None))
+        matches = [name for name in names if name.rpartition(".")[0] not in heads]
+        if len(matches) == len(names):
+            raise ConfigError(
+                f"model.freeze {ALL_BUT_HEAD}: timm does not know the classifier of this model: list the weights to "
+                "freeze by name"
+            )
+        return matches
+    return matching_names(names, pattern, "model.freeze")
 
 
 def matching_names(names: Collection[str], pattern: str, setting: str) -> list[str]:

@@ -241,17 +241,23 @@ def test_frozen_weights_stay(train: Train, tiny_config: Path, tmp_path: Path) ->
     assert {name for name in first if not torch.equal(first[name], last[name])} == {"fc.weight", "fc.bias"}
 
 
-def test_a_frozen_batch_norm_is_kept_still() -> None:
-    model = build_model(config(name="test_resnet", kwargs={}, freeze=("bn1.*", "layer1.*")), 5, CPU)
+@pytest.mark.parametrize(
+    ("freeze", "still"),
+    [(("bn1.*", "layer1.*"), ("bn1.", "layer1.")), (("batch-norm",), ("",))],
+    ids=["by name", "all"],
+)
+def test_a_frozen_batch_norm_is_kept_still(freeze: tuple[str, ...], still: tuple[str, ...]) -> None:
+    model = build_model(config(name="test_resnet", kwargs={}, freeze=freeze), 5, CPU)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     RunningStatistics(model)  # which takes the others' momentum
     model.train()
     model(torch.randn(2, 3, 32, 32))
     moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     statistics = {name for name in before if "running" in name or "tracked" in name}
-    assert moved == {name for name in statistics if not name.startswith(("bn1.", "layer1."))}
-    assert moved
+    assert moved == {name for name in statistics if not name.startswith(still)}
     assert model.get_submodule("bn1").momentum == 0.1
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert "layer2.0.conv1.weight" in trained and "bn1.weight" not in trained
 
 
 def test_patterns_freeze_what_they_match(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,6 +275,8 @@ def test_patterns_that_match_nothing_or_everything_are_refused() -> None:
         build_model(config(freeze=("block.0.*",)), 5, CPU)
     with pytest.raises(ConfigError, match=r"leaves nothing to train"):
         build_model(config(freeze=("*",)), 5, CPU)
+    with pytest.raises(ConfigError, match=r"model.freeze batch-norm: the model has no BatchNorm, leave it out"):
+        build_model(config(freeze=("batch-norm",)), 5, CPU)
 
 
 def test_lenet_is_a_timm_model() -> None:
