@@ -32,6 +32,7 @@ from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import DatasetError
 from dali_train.extras.blame.step import blame
 from dali_train.extras.fit.steps import Fit
+from dali_train.extras.formats.tables import has_validation
 from dali_train.extras.init.config_file import write_config
 from dali_train.extras.proof.prove import prove
 from dali_train.extras.several_labels import BINARY_TARGETS, MultiHot
@@ -146,6 +147,7 @@ def test_a_column_for_each_class(table: Path, tmp_path: Path) -> None:
     numbers = {number: heads[2:].index(name) for number, name in enumerate(NAMES)}
     expected = {name: tuple(sorted(numbers[one] for one in classes)) for name, classes in EXPECTED.items()}
     assert labels_by_file(tmp_path / "index") == expected
+    assert has_validation(path, multi_hot=True)
     path.write_text(path.read_text().replace(",-1", ",2", 1))
     assert main(["data", "index", str(path), "--out", str(tmp_path / "wrong"), "--multi-hot"]) == 2
     path.unlink()

@@ -429,6 +429,25 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "--multi-hot",
         ({"a.jpg": "cat,dog"}, {"b.JPEG": "dog"}),
     ),
+    "one in each row": (
+        "t.csv",
+        "image,dog,cat,wolf\na,0.0,1.0,0.0\nb,1.0,0.0,0.0\né,0.0,1.0,0.0\n",
+        "",
+        CATS,
+    ),
+    "one in each row, with splits": (
+        "t.csv",
+        "file,cat,dog,is_valid\na.jpg,1,0,0\nb.JPEG,0,1,1\n",
+        "",
+        ({"a.jpg": "cat"}, {"b.JPEG": "dog"}),
+    ),
+    "several in a row": (
+        "t.csv",
+        "file,cat,dog\na.jpg,1,1\nb.JPEG,0,1\n",
+        "",
+        "--multi-hot if each class has a column",
+    ),
+    "none in a row": ("t.csv", "file,cat,dog\na.jpg,1,0\nb.JPEG,0,0\n", "", "--multi-hot if each class has"),
     "--multi-hot with a fold": ("t.csv", "file,cat,fold\na.jpg,1,1\n", "--multi-hot", "the column fold is no class"),
     "--multi-hot with pandas' index": (
         "t.csv",
@@ -465,8 +484,13 @@ def test_dialects(dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     splits = ("train", "validation")
     assert [labels(out, split) for split in splits[: len(expected)]] == [*expected]
     assert len(Manifest.read(out).splits) == len(expected)
+    has_several = any(word in options for word in ("--multi-hot", "--label-separator"))
+    assert (Manifest.read(out).label_sets is not None) == has_several
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{name}: ")]
     assert "files from" in line and (dialect != "a fold" or "not used: fold" in line)
+    assert ("one in each row: its label" in line) == (
+        "one in each row" in dialect or dialect == "one in each row, with splits"
+    )
 
 
 # The images, and the right answer: a part of what is said, as a warning or as a refusal.

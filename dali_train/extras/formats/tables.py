@@ -6,6 +6,8 @@
     images/0001.jpg,cat,train
     images/0002.jpg,dog,val
 
+Instead of a column of labels there may be one for each class, with one 1 in each row.
+
 With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or none, and an image several rows. With
 ``--multi-hot`` every other column is a class::
 
@@ -116,11 +118,11 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
     return hold_out(images, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
 
 
-def has_validation(path: Path) -> bool:
+def has_validation(path: Path, *, multi_hot: bool = False) -> bool:
     """Return whether a table names images for validation; False also for a file that is none."""
     with suppress(SourceError):
         read = Table.open(path)
-        columns = find_columns(read, is_file=ImageFinder(path.parent).has)
+        columns = find_columns(read, multi_hot=multi_hot, is_file=ImageFinder(path.parent).has)
         if columns.split is None:
             if _of_validation(path, _other_tables(path)):
                 return True
@@ -218,7 +220,8 @@ class _Reader:
             multi_hot=options.multi_hot,
             is_file=self._finder.has,
         )
-        _log.warning("%s: %s", path.name, columns.described())
+        one_hot = ", one in each row: its label" if columns.classes and not self.has_several else ""
+        _log.warning("%s: %s%s", path.name, columns.described(), one_hot)
         self.classes = [*dict.fromkeys([*self.classes, *(columns.names[number] for number in columns.classes)])]
         absent = self._confidence(columns)
         num_before = len(self._images)
