@@ -19,8 +19,7 @@ from dali_train.data.dataset.tfrecord import write_records
 from dali_train.errors import DatasetError
 from dali_train.extras.formats.trees import folders
 from dali_train.extras.indexing.foreign_shards import find_splits
-from tests.convert.files import small_photograph, write_folder, write_tar
-from tests.extras.test_indexing import write_mds
+from tests.convert.files import small_photograph, write_folder, write_mds, write_tar
 
 JPEG = small_photograph(0)
 
@@ -231,7 +230,7 @@ def test_gaps_in_numbered_shards(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_what_mds_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_mds(tmp_path / "mds", [("a", JPEG, 0)], 1)
+    write_mds(tmp_path / "mds", {"x": ("jpeg", None), "y": ("uint8", 1)}, [(JPEG, b"\0")])
     (tmp_path / "mds" / "shard.00001.mds").write_bytes(b"left over")
     (tmp_path / "mds" / "README.md").touch()
     options = Namespace(source=tmp_path / "mds", out=tmp_path, image_key=None, label_key=None, class_names=None, seed=0)

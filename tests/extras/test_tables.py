@@ -520,6 +520,16 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         False,
         "has one class folder, data, and all images in",
     ),
+    "images between splits and classes": (
+        ["train/images/cat/1.jpg", "train/images/dog/2.jpg", "val/images/cat/3.jpg", "val/images/dog/4.jpg"],
+        True,
+        "the class folders are those in train/images",
+    ),
+    "of one split alone": (
+        ["train/images/cat/1.jpg", "train/images/dog/2.jpg", "val/cat/3.jpg", "val/dog/4.jpg"],
+        True,
+        "the class folders are those in train/images",
+    ),
     "names that look alike": (
         ["Caf\u00e9/1.jpg", "Cafe\u0301/2.jpg"],
         False,
@@ -548,6 +558,9 @@ def test_folders_that_may_be_meant_otherwise(
     status = cli.main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / "index")])
     assert status == (0 if is_read else 2)
     assert message in (caplog.text if is_read else capsys.readouterr().err)
+    if "class folders are those in" in message:
+        assert labels(tmp_path / "index", "train") == {"1.jpg": "cat", "2.jpg": "dog"}
+        assert labels(tmp_path / "index", "validation") == {"3.jpg": "cat", "4.jpg": "dog"}
 
 
 FLAT = [f"val/{n}.jpg" for n in range(3)]

@@ -33,7 +33,6 @@ from dali_train.data.dataset.manifest import (
     SplitWord,
     check_spellings,
     number_classes,
-    order_classes,
     read_class_names,
     split_folders_among,
     split_word,
@@ -42,7 +41,7 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
 from dali_train.extras.formats.image_finder import ImageFinder
-from dali_train.extras.formats.label_sets import LabelSets
+from dali_train.extras.formats.label_sets import FEW, LabelSets, order_names
 from dali_train.extras.formats.listing import Within, where_it_lies
 from dali_train.extras.formats.table_reader import (
     Columns,
@@ -58,7 +57,6 @@ from dali_train.extras.formats.table_reader import (
 from dali_train.files import sha256
 
 _log = logging.getLogger(__name__)
-_FEW = 10  # images, each of which may have a label of its own
 _ABSENT = "labels that the table says to be absent"
 
 
@@ -94,7 +92,7 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
         _log.warning("%s: splits from the folders %s", path.name, ", ".join(sorted(words)))
         rows = [replace(row, split=words[_top_folder(row.file)]) for row in rows]
     names, numbers = _number_labels(rows, reader.classes, options.class_names)
-    if not reader.has_several and len(rows) >= _FEW and len(names) == len(rows):
+    if not reader.has_several and len(rows) >= FEW and len(names) == len(rows):
         raise SourceError(f"{path}: each of its {len(rows):,} images has a label of its own: name another --label-key")
     splits = splits_of_words({row.split for row in rows if row.split is not None})
     parts: dict[SplitName, list[Image | PassedOver]] = {}
@@ -167,9 +165,8 @@ def _number_labels(
     if class_names is not None:
         names = read_class_names(class_names)
         return names, dict(number_classes(labels, names, class_names))
-    is_numbered = all(label.isdecimal() for label in labels)
     check_spellings(labels)
-    names = classes or order_classes({*labels}, "natural" if is_numbered else "name")
+    names = classes or order_names({*labels})
     return names, {name: number for number, name in enumerate(names)}
 
 
