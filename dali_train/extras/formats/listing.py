@@ -75,7 +75,16 @@ def sources_of(
     Raises:
         SourceError: no files, no images in them, or an image whose label has no name.
     """
-    splits = list_splits(options.source, ending, list_file, read)
+    return with_names(options, list_splits(options.source, ending, list_file, read), names, resolve)
+
+
+def with_names(
+    options: Namespace,
+    splits: Mapping[SplitName, Images],
+    names: Sequence[str],
+    resolve: Callable[[Mapping[SplitName, Images]], Sequence[str]],
+) -> Sources:
+    """Return the splits and the class names, as `sources_of`, of images that are listed already."""
     names = resolve(splits) or names
     if options.class_names is not None:
         theirs, names = names, read_class_names(options.class_names)
