@@ -127,6 +127,11 @@ def test_folders_of_splits_in_any_case(tmp_path: Path, in_tar: bool, caplog: pyt
     with pytest.raises(SourceError, match=r"loose\.jpg: an image outside of test, train, val, the folders of the spl"):
         sources("kaggle")
 
+    for name in ("train", "val"):
+        write_folder(tmp_path / "deeper" / name / "images", {"ant": 2, "bee": 1})
+    found = sources("deeper")
+    assert num_images(found) == {"train": 3, "validation": 3} and found[1] == ["ant", "bee"]
+
     # The classes lie a folder deeper, in two folders that are no known splits; as classes they need a list.
     for name in ("fold1", "fold2"):
         write_folder(tmp_path / "folds" / name, {"ant": 1, "bee": 1})

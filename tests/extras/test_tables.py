@@ -441,6 +441,19 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "",
         ({"a.jpg": "cat"}, {"b.JPEG": "dog"}),
     ),
+    "one in each row, of pandas": (
+        "t.csv",
+        "file,cat,dog\na.jpg,True,False\nb.JPEG,False,True\né.png,True,False\n",
+        "",
+        CATS,
+    ),
+    "two spellings": (
+        "t.csv",
+        "file,label\na.jpg,Cat\nb.JPEG,cat\n",
+        "",
+        {"a.jpg": "Cat", "b.JPEG": "cat"},
+    ),
+    "two spellings of a number": ("t.csv", "file,label\na.jpg,01\nb.JPEG,1\n", "", {"a.jpg": "01", "b.JPEG": "1"}),
     "several in a row": (
         "t.csv",
         "file,cat,dog\na.jpg,1,1\nb.JPEG,0,1\n",
@@ -488,6 +501,7 @@ def test_dialects(dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (Manifest.read(out).label_sets is not None) == has_several
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{name}: ")]
     assert "files from" in line and (dialect != "a fold" or "not used: fold" in line)
+    assert ("are two classes: if they are one" in caplog.text) == dialect.startswith("two spellings")
     assert ("one in each row: its label" in line) == (
         "one in each row" in dialect or dialect == "one in each row, with splits"
     )
@@ -523,12 +537,12 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
     "images between splits and classes": (
         ["train/images/cat/1.jpg", "train/images/dog/2.jpg", "val/images/cat/3.jpg", "val/images/dog/4.jpg"],
         True,
-        "the class folders are those in train/images",
+        "the class folders are those in train/images, val/images",
     ),
     "of one split alone": (
-        ["train/images/cat/1.jpg", "train/images/dog/2.jpg", "val/cat/3.jpg", "val/dog/4.jpg"],
+        ["train/Images/cat/1.jpg", "train/Images/dog/2.jpg", "val/cat/3.jpg", "val/dog/4.jpg"],
         True,
-        "the class folders are those in train/images",
+        "the class folders are those in train/Images",
     ),
     "names that look alike": (
         ["Caf\u00e9/1.jpg", "Cafe\u0301/2.jpg"],

@@ -75,7 +75,11 @@ def webdataset(options: Namespace, within: Within = where_it_lies) -> Sources:
 
     endings = [".json"] if options.label_key is not None else [".cls", ".txt"] if options.class_names else [".cls"]
 
+    first: dict[str, Path] = {}  # directory of the files of a name with the word of a split
+
     def list_tar(path: Path) -> Listed:
+        if split_word(path.name) is not None:
+            _refuse_two_directories(options.source, first.setdefault(path.name, path.parent), path.parent)
         return _samples_of_tar(open_plain(path), endings, options.label_key, sets)
 
     return sources_of(options, ".tar", lambda path: within(path, list_tar), resolve=sets.resolve)
@@ -568,7 +572,7 @@ def _find_columns(path: Path, shard: _Shard, options: Namespace, sets: LabelSets
     splits = {
         shard.column_names.index(name): _LABELS.get(encoding)
         for name, encoding in columns.items()
-        if _is_of_splits(name) and name not in (image, label) and (encoding == "str" or encoding in _LABELS)
+        if _is_of_splits(name) and name not in (image, label) and encoding in (*_LABELS, *_TEXT_LABELS)
     }
     image_number = shard.column_names.index(image)
     is_pil = columns[image] == "pil"

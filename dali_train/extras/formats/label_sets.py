@@ -5,6 +5,7 @@ different set is kept once, and the index's labels number the sets (`Manifest.la
 one class until all names are known, which decide the order of the classes.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from dali_train.data.dataset.manifest import (
 from dali_train.extras.formats.listing import checked_label
 from dali_train.text import shortened
 
+_log = logging.getLogger(__name__)
 _FIRST = -2  # of the labels that stand for a set until all are known; -1: unknown
 _LONGEST_NAME = 200  # letters; what is longer is a caption
 FEW = 10  # images, each of which may have a label of its own
@@ -124,7 +126,14 @@ class LabelSets:
 
 
 def order_names(names: Collection[str]) -> list[str]:
-    """Return the names of classes in the order of their labels: sorted, whole numbers by their value."""
+    """Return the names of classes in the order of their labels: sorted, whole numbers by their value. Warn of those
+    that may be one: ``Cat`` and ``cat``, ``01`` and ``1``."""
+    alike: dict[str, str] = {}
+    for name in sorted(names):
+        other = alike.setdefault(str(int(name)) if name.isdecimal() else name.casefold(), name)
+        if other != name:
+            _log.warning("%r and %r are two classes: if they are one, write its labels in one way", other, name)
+            break
     return order_classes(names, "natural" if all(name.isdecimal() for name in names) else "name")
 
 

@@ -192,16 +192,19 @@ def list_splits(
 
 
 _NUMBER = re.compile(r"\d+(?![a-z\d])", re.IGNORECASE)  # of a file; 22k is part of a name
+_HASH = r"(?<![a-z\d])(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?:-[a-f\d]{4,})*(?![a-z\d])"
+_NO_NUMBER = re.compile(rf"-of-\d+|{_HASH}", re.IGNORECASE)
 
 
 def _refuse_two_configurations(source: Path, paths: Iterable[Path]) -> None:
     """Raises SourceError: in one directory two of the files, all of one split, have one number and different names."""
-    first: dict[tuple[Path, tuple[int, ...]], Path] = {}
+    first: dict[tuple[Path, tuple[str, ...]], tuple[str, Path]] = {}
     for path in paths:
-        name = re.sub(r"-of-\d+", "", path.name)
-        numbers = tuple(map(int, _NUMBER.findall(name)))
-        other = first.setdefault((path.parent, numbers), path) if numbers else path
-        if _NUMBER.sub("", name) != _NUMBER.sub("", re.sub(r"-of-\d+", "", other.name)):
+        name = _NO_NUMBER.sub("", path.name)
+        numbers = tuple(number.lstrip("0") for number in _NUMBER.findall(name))
+        name = _NUMBER.sub("", name)
+        other_name, other = first.setdefault((path.parent, numbers), (name, path)) if numbers else (name, path)
+        if name != other_name:
             raise SourceError(
                 f"{source}: {printable_name(other.name)} and {printable_name(path.name)} are both files of one split, "
                 "as configurations of a repository on the Hub have them, and an image of both would count twice: move "

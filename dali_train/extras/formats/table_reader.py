@@ -211,12 +211,15 @@ def classes_in(row: Row, columns: Columns) -> list[str]:
     """Return the classes of which each has a column. Raises SourceError: one of their cells does not say whether."""
     classes = []
     for number in columns.classes:
-        text = row.cells[number].strip()
-        if text not in ("1", "1.0", "0", "0.0", "-1", "-1.0"):
+        text = row.cells[number].strip().casefold()
+        if text not in _HAS_CLASS | _HAS_NOT:
             raise SourceError(f"{row.where}: {text!r} under a class: use 1 for the images that have it, else 0 or -1")
-        if text.startswith("1"):
+        if text in _HAS_CLASS:
             classes.append(columns.names[number])
     return classes
+
+
+_HAS_CLASS, _HAS_NOT = {"1", "1.0", "true"}, {"0", "0.0", "-1", "-1.0", "false"}  # True: of pandas.get_dummies
 
 
 def split_in(row: Row, columns: Columns) -> SplitWord | None:

@@ -41,7 +41,13 @@ from dali_train.files import sha256
 from dali_train.text import plural, shortened
 
 _log = logging.getLogger(__name__)
-_BETWEEN = "images"  # a folder between that of a split and its class folders
+_BETWEEN = (
+    "images",
+    "image",
+    "imgs",
+    "img",
+    "data",
+)  # folders between that of a split and its class folders, in any case
 _MOST_NAMED = 5  # classes in a message
 _MOST_LETTERS = 100  # of a name in a message
 _TABLE = (
@@ -137,21 +143,21 @@ class _SplitFiles:
         split: the one that is meant.
         is_first: whether this is the first split that is listed, with which files of no split are shown.
         anywhere: the folders may lie deeper, as in cifar10/train/bird/0338.jpg.
-        deeper: those that have their class folders a folder deeper, as in train/images/bird/0338.jpg.
+        deeper: where those are whose class folders are a folder deeper, as in train/images/bird/0338.jpg.
     """
 
     words: Mapping[str, SplitWord] = field(default_factory=dict)
     split: SplitName = "train"
     is_first: bool = True
     anywhere: bool = False
-    deeper: Collection[str] = ()
+    deeper: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
         """The one that the split's class folders are in."""
         splits = splits_of_words({*self.words.values()})
         name = next((name for name, word in self.words.items() if splits.get(word) == self.split), "")
-        return f"{name}/{_BETWEEN}" if name in self.deeper else name
+        return self.deeper.get(name, name)
 
     def below(self, parts: Parts) -> tuple[SplitName | None, int]:
         """Return the split that a file or a folder with these parts lies in, and how many parts lead there."""
@@ -176,7 +182,7 @@ def _list_splits(
                     f"{container.path}: {' and '.join(sorted(same))} are one split: keep one of them, or put "
                     "the class folders of all into one"
                 )
-    deeper = [folder for folder in words if not anywhere and _has_classes_in_images(container, folder)]
+    deeper = {} if anywhere else _in_images(container, words)
     listed: dict[SplitName, _Listing] = {}
     for split in splits_of_words({*words.values()}).values():
         files = _SplitFiles(words, split, is_first=not listed, anywhere=anywhere, deeper=deeper)
@@ -184,16 +190,19 @@ def _list_splits(
     return listed
 
 
-def _has_classes_in_images(container: Container, folder: str) -> bool:
-    """Return whether a split's folder has nothing but a folder ``images`` with the class folders, and say so."""
-    inner = f"{folder}/{_BETWEEN}"
-    if _contents(container, folder) != ({_BETWEEN}, False):
-        return False
-    classes, has_images = _contents(container, inner)
-    if has_images or not classes:
-        return False
-    _log.warning("%s: the class folders are those in %s", container.path, inner)
-    return True
+def _in_images(container: Container, splits: Collection[str]) -> dict[str, str]:
+    """Return the splits' folders that have nothing but a folder ``images`` with the class folders -> this one, and say
+    so."""
+    deeper = {}
+    for split in sorted(splits):
+        folders_there, has_images = _contents(container, split)
+        for folder in folders_there if len(folders_there) == 1 and not has_images else ():
+            classes, has_images = _contents(container, f"{split}/{folder}")
+            if folder.casefold() in _BETWEEN and classes and not has_images:
+                deeper[split] = f"{split}/{folder}"
+    if deeper:
+        _log.warning("%s: the class folders are those in %s", container.path, ", ".join(deeper.values()))
+    return deeper
 
 
 def _contents(container: Container, folder: str) -> tuple[set[str], bool]:
