@@ -3,9 +3,10 @@
 import gzip
 import importlib.util
 import io
+import json
 import struct
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +45,41 @@ def tar_bytes(members: Iterable[tuple[str, bytes]], *, mode: str = "w") -> bytes
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def write_mds(
+    directory: Path, columns: Mapping[str, tuple[str, int | None]], samples: Sequence[Sequence[bytes]], shards: int = 1
+) -> None:
+    """As Streaming's MDSWriter writes samples, each with the bytes of each column, of which the encoding and the size
+    are given."""
+    directory.mkdir(parents=True)
+    index = []
+    for number in range(shards):
+        part = samples[number * len(samples) // shards : (number + 1) * len(samples) // shards]
+        stored = []
+        for values in part:
+            sizes = [len(value) for value, (_, size) in zip(values, columns.values(), strict=True) if size is None]
+            stored.append(struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(values))
+        begins = np.cumsum([4 * (len(part) + 2), *map(len, stored)]).astype("<u4")
+        content = struct.pack("<I", len(part)) + begins.tobytes() + b"".join(stored)
+        name = f"shard.{number:05d}.mds"
+        (directory / name).write_bytes(content)
+        index.append(
+            {
+                "version": 2,
+                "format": "mds",
+                "samples": len(part),
+                "column_names": [*columns],
+                "column_encodings": [encoding for encoding, _ in columns.values()],
+                "column_sizes": [size for _, size in columns.values()],
+                "raw_data": {"basename": name, "bytes": len(content), "hashes": {}},
+                "zip_data": None,
+                "compression": None,
+                "hashes": [],
+                "size_limit": 1 << 26,
+            }
+        )
+    (directory / "index.json").write_text(json.dumps({"version": 2, "shards": index}))
 
 
 def write_training_archive(

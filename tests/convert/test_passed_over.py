@@ -19,8 +19,7 @@ from dali_train.data.dataset.tfrecord import write_records
 from dali_train.errors import DatasetError
 from dali_train.extras.formats.trees import folders
 from dali_train.extras.indexing.foreign_shards import find_splits
-from tests.convert.files import small_photograph, write_folder, write_tar
-from tests.extras.test_indexing import write_mds
+from tests.convert.files import small_photograph, write_folder, write_mds, write_tar
 
 JPEG = small_photograph(0)
 
@@ -128,6 +127,11 @@ def test_folders_of_splits_in_any_case(tmp_path: Path, in_tar: bool, caplog: pyt
     with pytest.raises(SourceError, match=r"loose\.jpg: an image outside of test, train, val, the folders of the spl"):
         sources("kaggle")
 
+    for name in ("train", "val"):
+        write_folder(tmp_path / "deeper" / name / "images", {"ant": 2, "bee": 1})
+    found = sources("deeper")
+    assert num_images(found) == {"train": 3, "validation": 3} and found[1] == ["ant", "bee"]
+
     # The classes lie a folder deeper, in two folders that are no known splits; as classes they need a list.
     for name in ("fold1", "fold2"):
         write_folder(tmp_path / "folds" / name, {"ant": 1, "bee": 1})
@@ -231,7 +235,7 @@ def test_gaps_in_numbered_shards(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_what_mds_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_mds(tmp_path / "mds", [("a", JPEG, 0)], 1)
+    write_mds(tmp_path / "mds", {"x": ("jpeg", None), "y": ("uint8", 1)}, [(JPEG, b"\0")])
     (tmp_path / "mds" / "shard.00001.mds").write_bytes(b"left over")
     (tmp_path / "mds" / "README.md").touch()
     options = Namespace(source=tmp_path / "mds", out=tmp_path, image_key=None, label_key=None, class_names=None, seed=0)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from dali_train.data.convert.sources import SourceError, Sources
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import DatasetError, RunError
+from tests.convert import files
 from tests.convert.files import files_of, records, small_photograph, tar_bytes, tool, write_tar
 
 NAMES = ["n00000001", "n00000002", "n00000003"]
@@ -209,11 +212,23 @@ def test_broken_files(tmp_path: Path) -> None:
         ([*SAMPLE, ("a/1.png", b"")], None, ":a/1", "has 2 images and 1 .cls file"),
         ([SAMPLE[0], ("b/2.jpg", b""), SAMPLE[1]], None, ":a/1", "has 1 image and 0 .cls files"),
         ([SAMPLE[0], ("a/1.json", b"{}")], None, ":a/1", "name the field of a KEY.json with --label-key"),
-        ([SAMPLE[0], ("a/1.cls", b"cat")], None, ":a/1.cls", "its label is 'cat': labels are whole numbers from"),
+        (
+            [SAMPLE[0], ("a/1.cls", b"0"), ("a/2.jpg", b""), ("a/2.cls", b"cat")],
+            None,
+            ":a/2.cls",
+            "its label is 'cat', and those before are numbers: write all alike",
+        ),
+        (
+            [SAMPLE[0], ("a/1.txt", b"a cat\non a mat")],
+            None,
+            ":a/1.txt",
+            "labels are whole numbers from 0 to 999,999, or",
+        ),
+        ([SAMPLE[0], ("a/1.json", b'{"y": ""}')], "y", ":a/1.json", "its label is '': labels are whole numbers from 0"),
+        ([SAMPLE[0], ("a/1.json", b'{"y": null}')], "y", ":a/1.json", "its label is None: labels are whole numbers"),
         ([SAMPLE[0], ("a/1.cls", b"-1")], None, ":a/1.cls", "its label is -1: labels are whole numbers from 0"),
-        ([SAMPLE[0], ("a/1.cls", b"1_0")], None, ":a/1.cls", "its label is '1_0': labels are whole numbers from 0"),
         ([SAMPLE[0], ("a/1.cls", b"9" * 5000)], None, ":a/1.cls", "9...: labels are"),
-        ([SAMPLE[0], ("a/1.cls", b"\xff\0")], None, ":a/1.cls", "labels are whole numbers from 0 to 999,999"),
+        ([SAMPLE[0], ("a/1.cls", b"\xff\0\n1")], None, ":a/1.cls", "labels are whole numbers from 0 to 999,999"),
         ([SAMPLE[0], ("a/1.cls", b"3")], None, ":a/1.jpg", "its label is 3, and there are 3 class names"),
         ([SAMPLE[0], ("a/1.cls", b"[0, 0, 1]")], None, ":a/1.cls", "a vector with a number for each class, and"),
         ([SAMPLE[0], ("a/1.json", b'{"y": [0, 1, 1]}')], "y", ":a/1.json", "[0, 1, 1], in which class 1 is twice: it"),
@@ -231,6 +246,109 @@ def test_broken_samples_of_a_webdataset(
     names = write_names(tmp_path / "names.txt")["--class-names"]
     error = error_of("webdataset", tmp_path, label_key=label_key, class_names=names)
     assert f"{tar}{place}: " in error and message in error
+
+
+PICTURE = small_photograph(0)
+Members = list[tuple[str, bytes]]
+
+
+def with_labels(ending: str, *texts: str) -> Members:
+    files = [((f"{n}.jpg", PICTURE), (f"{n}.{ending}", text.encode())) for n, text in enumerate(texts)]
+    return [file for pair in files for file in pair]
+
+
+# Members of a tar, --label-key, the lines of --class-names, and the right answer: labels and names, or a message.
+NAMED: dict[str, tuple[Members, str | None, list[str] | None, tuple[list[int], list[str]] | str]] = {
+    "JSON": (
+        with_labels("json", '{"y": "cat"}', '{"y": "ant"}'),
+        "y",
+        ["cat", "bee", "ant"],
+        ([0, 2], ["cat", "bee", "ant"]),
+    ),
+    "JSON, no list of names": (
+        with_labels("json", '{"y": "cat"}', '{"y": "ant"}'),
+        "y",
+        None,
+        ([1, 0], ["ant", "cat"]),
+    ),
+    "JSON, numbers as text": (with_labels("json", '{"y": "10"}', '{"y": "9"}'), "y", None, ([1, 0], ["9", "10"])),
+    "JSON, numbers of names": (
+        with_labels("json", '{"y": "0"}', '{"y": "1"}'),
+        "y",
+        ["cat", "ant"],
+        ([0, 1], ["cat", "ant"]),
+    ),
+    "text": (with_labels("txt", "cat", "ant\n"), None, ["cat", "ant"], ([0, 1], ["cat", "ant"])),
+    "text beside numbers": (
+        [*with_labels("cls", "1", "0"), ("1.txt", b"a caption")],
+        None,
+        ["cat", "ant"],
+        ([1, 0], ["cat", "ant"]),
+    ),
+    "cls": (with_labels("cls", "cat", "ant"), None, None, ([1, 0], ["ant", "cat"])),
+    "no name of the list": (
+        with_labels("txt", "cat", "a cow"),
+        None,
+        ["cat"],
+        "the class 'a cow' is none of its 1 lines",
+    ),
+    "text that may be a caption": (with_labels("txt", "cat"), None, None, "the names in KEY.txt with --class-names"),
+    "captions": (
+        with_labels("cls", *(f"photo {n}" for n in range(10))),
+        None,
+        None,
+        "has a label of its own, such as photo 0",
+    ),
+    "names in two cases": (with_labels("cls", "cat", "cat", "Cat "), None, None, ([1, 1, 0], ["Cat", "cat"])),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_names_for_labels_in_a_webdataset(case: str, tmp_path: Path) -> None:
+    members, label_key, lines, answer = NAMED[case]
+    write_tar(tmp_path / "0.tar", members)
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(lines or []))
+    options: Options = {"label_key": label_key, "class_names": names if lines else None}
+    if isinstance(answer, str):
+        assert answer in error_of("webdataset", tmp_path / "0.tar", **options)
+        return
+    splits, found = load("webdataset", tmp_path / "0.tar", **options)
+    assert (splits["train"].labels.tolist(), [*found]) == answer and splits["train"].label_sets is None
+
+
+# Files that lie in one directory, and whether they are taken for those of two configurations.
+SHARDS = {
+    "two configurations": (["small-train-000.tar", "large-train-000.tar", "large-train-001.tar"], True),
+    "with totals": (["small-train-0-of-1.tar", "large-train-0-of-2.tar", "large-train-1-of-2.tar"], True),
+    "ImageNet's": (["imagenet1k-train-0.tar", "imagenet22k-train-0.tar"], True),
+    "without words of splits": (["small-000.tar", "large-000.tar"], True),
+    "splits": (["train-000.tar", "val-000.tar"], False),
+    "several numbers": (["train-1-000.tar", "train-2-000.tar"], False),
+    "parts": (["part1-000.tar", "part2-000.tar"], False),
+    "hashes": (["train-0a1b2c3d4e5f60a7.tar", "train-ffee0011aabb44c7.tar"], False),
+    "without numbers": (["ants.tar", "bees.tar"], False),
+    "directories": (["ants/000.tar", "bees/000.tar"], False),
+    "directories of splits": (["train/small/0.tar", "val/small/0.tar"], False),
+    "directories with files of a split": (["small/train-0.tar", "large/train-0.tar"], True),
+    "Parquet": (["small-train-0.parquet", "large-train-0.parquet"], True),
+}
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_files_of_two_configurations(case: str, tmp_path: Path) -> None:
+    files, is_refused = SHARDS[case]
+    kind = "parquet" if case == "Parquet" else "webdataset"
+    for file in files:
+        if kind == "parquet":
+            parquet.write_table(table([0]), tmp_path / file)
+        else:
+            write_tar(tmp_path / file, SAMPLE)
+    if is_refused:
+        error = error_of(kind, tmp_path)
+        assert re.search("configurations of a repository on the Hub (have them|do), and an image of both", error)
+    else:
+        assert sum(len(images.labels) for images in load(kind, tmp_path)[0].values()) == len(files)
 
 
 @pytest.mark.parametrize(
@@ -261,11 +379,11 @@ def test_broken_samples_of_a_webdataset(
             id="an image key of numbers",
         ),
         pytest.param(
-            table([0], labels=["cat"]),
+            table([0], labels=[0.5]),
             {},
             "",
-            "column label is string: name one of whole numbers, or of lists of them, with --label-key",
-            id="labels as text",
+            "column label is double: name one of whole numbers or of names, or of lists of them, with --label-key",
+            id="labels as fractions",
         ),
         pytest.param(
             table([0, 1], labels=[0, -1]),
@@ -480,16 +598,22 @@ VIEWS = pyarrow.struct([("bytes", pyarrow.binary_view()), ("path", pyarrow.strin
         pyarrow.array([[0, 1], [2, 1]], pyarrow.list_(pyarrow.int64(), 2)),
         pyarrow.array([[0, 1], [2, 1]], pyarrow.list_view(pyarrow.int32())),
         pyarrow.array([[0, 1], [2, 1]], pyarrow.large_list_view(pyarrow.int64())),
+        pyarrow.array(["bee", "ant"]),
+        pyarrow.array(["bee", "ant"]).dictionary_encode(),
+        pyarrow.array([["bee", "cat"], ["ant", "bee"]]),
     ],
     ids=lambda labels: str(labels.type),
 )
 def test_kinds_of_columns(tmp_path: Path, images: pyarrow.Array, labels: pyarrow.Array) -> None:
     parquet.write_table(pyarrow.table({"image": images, "label": labels}), tmp_path / "0.parquet")
-    source = load("parquet", tmp_path / "0.parquet")[0]["train"]
+    splits, names = load("parquet", tmp_path / "0.parquet")
+    source = splits["train"]
     assert [source.read(number) for number in range(2)] == BYTES
-    sets = source.label_sets
-    found = [label if sets is None else [*sets[label]] for label in source.labels.tolist()]
-    assert found == [label if sets is None else sorted(label) for label in labels.to_pylist()]
+    sets = source.label_sets or [(number,) for number in range(len(names))]
+    found = [[names[one] for one in sets[label]] for label in source.labels.tolist()]
+    as_lists = [label if isinstance(label, list) else [label] for label in labels.to_pylist()]
+    assert found == [[str(one) for one in sorted(label)] for label in as_lists]
+    assert (source.label_sets is not None) == isinstance(labels.to_pylist()[0], list)
 
 
 @pytest.mark.parametrize(
@@ -564,13 +688,23 @@ def with_bytes(offset: int, content: bytes) -> Spoil:
         (with_shard(column_sizes=[8, None, None, None]), INDEX, "column y is int of size None: name one"),
         (with_shard(column_sizes=[8, 8, None, 8]), SHARD, "again (sample 0)"),
         (with_shard(column_names=["i", "x"]), INDEX, "column_sizes do not fit each other: use the index.json of MDS"),
-        (with_shard(column_encodings=["int", "str", "pil", "int"]), INDEX, "column x is pil: name one of jpeg, png"),
+        (with_shard(column_encodings=["int", "str", "pkl", "int"]), INDEX, "column x is pkl: name one of jpeg, png"),
         (with_shard(column_encodings=["int", "str", "jpeg", "str"]), INDEX, "column y is str of size 8: name"),
+        (
+            with_shard(column_encodings=["int", "str_int", "jpeg", "int"], column_names=["i", "y", "x", "n"]),
+            f"{SHARD}:sample 0",
+            "and str_int are whole numbers: correct it",
+        ),
         (with_shard(column_names=["i", "note", "img", "y"]), INDEX, "has no column x or image, but i (int)"),
         (
             with_shard(column_names=["i", "split", "x", "y"]),
             INDEX,
             "column split ('', 'a', 'an ', ...) divides the samples, and a split here is a directory: write one for",
+        ),
+        (
+            with_shard(column_names=["i", "split", "x", "y"], column_encodings=["int", "json", "jpeg", "int"]),
+            INDEX,
+            "column split ('', 'a', 'an ', ...) divides",
         ),
         (with_shard(column_names=["is_valid", "note", "x", "y"]), INDEX, "column is_valid (0, 1, 2, ...) divides the"),
         (with_shard(format="json"), INDEX, "format is 'json': use mds"),
@@ -591,6 +725,54 @@ def test_broken_mds(tmp_path: Path, spoil: Spoil, place: str, message: str) -> N
     spoil(tmp_path / "train")
     error = error_of("mds", tmp_path)
     assert f"{tmp_path}/train/{place}" in error and message in error
+
+
+def in_pil(mode: str, pixels: np.ndarray) -> bytes:
+    """As Streaming's encoding pil stores an image."""
+    return struct.pack("<3I", pixels.shape[1], pixels.shape[0], len(mode)) + mode.encode() + pixels.tobytes()
+
+
+RGB, GREY = (np.arange(4 * 5 * depth, dtype=np.uint8).reshape(4, 5, depth) for depth in (3, 1))
+# The encodings of image and label, the values of two samples, and the right answer: labels and names, or a message.
+ENCODINGS: dict[str, tuple[str, str, list[tuple[bytes, bytes]], tuple[list[int], list[str]] | str]] = {
+    "str": ("jpeg", "str", [(PICTURE, b"cat"), (PICTURE, b"ant")], ([1, 0], ["ant", "cat"])),
+    "str_int": ("png", "str_int", [(PICTURE, b"1"), (PICTURE, b"0")], ([1, 0], ["0", "1"])),
+    "names in JSON": ("jpegarray", "json", [(PICTURE, b'"cat"'), (PICTURE, b'"ant"')], ([1, 0], ["ant", "cat"])),
+    "a quality": ("jpeg:90", "str", [(PICTURE, b"cat"), (PICTURE, b"ant")], ([1, 0], ["ant", "cat"])),
+    "pil": ("pil", "str", [(in_pil("RGB", RGB), b"a"), (in_pil("L", GREY), b"b")], ([0, 1], ["a", "b"])),
+    "pil of another mode": ("pil", "str", [(in_pil("CMYK", RGB), b"a")] * 2, "pixels of the mode CMYK, and RGB and L"),
+    "pil that is cut off": (
+        "pil",
+        "str",
+        [(in_pil("L", GREY)[:-1], b"a")] * 2,
+        "has 19 bytes of pixels, and 5 x 4 are 20",
+    ),
+    "pil without a header": ("pil", "str", [(b"12345678901", b"a")] * 2, "is cut off"),
+    "fractions": (
+        "jpeg",
+        "str_float",
+        [(PICTURE, b"1.0")] * 2,
+        "column y is str_float of size None: name one of int (8)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENCODINGS)
+def test_encodings_of_mds(case: str, tmp_path: Path) -> None:
+    image, label, samples, answer = ENCODINGS[case]
+    files.write_mds(tmp_path / "mds", {"x": (image, None), "y": (label, None)}, samples)
+    if isinstance(answer, str):
+        with pytest.raises((DatasetError, BadImageError), match=re.escape(answer)):
+            load("mds", tmp_path / "mds")[0]["train"].read(0)
+        return
+    splits, names = load("mds", tmp_path / "mds")
+    assert (splits["train"].labels.tolist(), [*names]) == answer
+    first, second = (splits["train"].read(number) for number in range(2))
+    if image == "pil":
+        assert np.array_equal(first, RGB) and np.array_equal(second, GREY[:, :, 0])
+        assert splits["train"][0].is_packed  # so that no index in place has its range of bytes
+    else:
+        assert first == second == PICTURE
 
 
 def test_compressed_and_merged_mds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """Indexing somebody else's TFRecords, and opening a dataset."""
 
 import os
+import re
 import resource
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from tfrecord import writer
 
+from dali_train.cli import main
 from dali_train.data.convert.datasets import DATASETS, advice
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles, stored_image
@@ -148,6 +151,67 @@ def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
     assert [stored_image(MappedFiles(split), image).tobytes() for image in range(4)] == contents
     assert set(split.rows["height"]) == {20}
     assert set(split.rows["width"]) == {30}
+
+
+# The feature with the names, those of two records, options of `data index`, the lines of --class-names, and the right
+# answer: the classes of the records, and all in their order, or a message.
+NAMED: dict[str, tuple[str, list[bytes | list[bytes]], list[str], str, tuple[list[str], list[str]] | str]] = {
+    "image/class/text": ("image/class/text", [b"cat", b"ant"], [], "", (["cat", "ant"], ["ant", "cat"])),
+    "a feature of another name": (
+        "breed",
+        [b"cat", b"ant"],
+        ["--label-key", "breed"],
+        "",
+        (["cat", "ant"], ["ant", "cat"]),
+    ),
+    "the label itself": ("image/class/label", [b"cat", b"ant"], [], "", (["cat", "ant"], ["ant", "cat"])),
+    "a list of names": (
+        "breed",
+        [b"cat", b"ant"],
+        ["--label-key", "breed"],
+        "cat bee ant",
+        (["cat", "ant"], ["cat", "bee", "ant"]),
+    ),
+    "a name that is not in it": (
+        "breed",
+        [b"cat", b"ant"],
+        ["--label-key", "breed"],
+        "cat bee",
+        "the class 'ant' is none of its 2",
+    ),
+    "several names": (
+        "breed",
+        [[b"cat", b"ant"], b"ant"],
+        ["--label-key", "breed"],
+        "",
+        (["ant cat", "ant"], ["ant", "cat"]),
+    ),
+    "no name": ("breed", [b"cat", []], ["--label-key", "breed"], "", "has no text in breed; the record has"),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_names_without_numbers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that `data index` prints reads them."""
+    key, texts, options, lines, answer = NAMED[case]
+    changes = {"image__class__label": None, "image__class__synset": None}
+    records = [example(n, **changes | {key: (text, "byte")}) for n, text in enumerate(texts)]  # type: ignore[arg-type]
+    write_records(tmp_path / "source" / "train-00000-of-00001", records)
+    assert main(["data", "index", str(tmp_path / "source"), *options]) == 1
+    command = re.findall("`dali-train (data convert [^`]+)`", capsys.readouterr().err)[0]
+    words = shlex.split(command.replace("DIR", f"{tmp_path}/source").replace("DATASET", f"{tmp_path}/out"))
+    (tmp_path / "names").write_text("".join(f"{line}\n" for line in lines.split()))
+    status = main([*words, *(["--class-names", str(tmp_path / "names")] if lines else [])])
+    if isinstance(answer, str):
+        assert status > 0 and answer in capsys.readouterr().err
+        return
+    assert status == 0, capsys.readouterr().err
+    split = Split(tmp_path / "out", "train")
+    sets = [[number] for number in range(len(answer[1]))] if split.label_sets is None else split.label_sets.tolist()
+    names = [" ".join(answer[1][one] for one in sets[label] if one >= 0) for label in split.rows["label"]]
+    found = {stored_image(MappedFiles(split), image).tobytes(): name for image, name in enumerate(names)}
+    assert found == {small_photograph(n): name for n, name in enumerate(answer[0])}
+    assert [*split.manifest.class_names] == answer[1]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from dali_train.extras.indexing import in_place as index_in_place
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket
 from tests.conftest import REPOSITORY, StartTraining, Train, encoded, photograph
-from tests.convert.files import files_of, small_photograph, write_tar
+from tests.convert.files import files_of, small_photograph, write_mds, write_tar
 from tests.helpers import extended, first_batches, kill_after_step_4, losses, state_difference
 from tests.s3_server import S3Server
 
@@ -41,36 +41,6 @@ Sample = tuple[str, bytes, int]  # class and name, image, label
 
 def data(*words: object, status: int = 0) -> None:
     assert main(["data", *map(str, words)]) == status
-
-
-def write_mds(directory: Path, samples: list[Sample], num_shards: int) -> None:
-    """As Streaming's MDSWriter writes columns x (jpeg) and y (int)."""
-    directory.mkdir(parents=True)
-    shards = []
-    for number in range(num_shards):
-        part = samples[number * len(samples) // num_shards : (number + 1) * len(samples) // num_shards]
-        encoded_samples = [struct.pack("<I", len(image)) + image + struct.pack("<q", label) for _, image, label in part]
-        table = 4 * (len(part) + 2)
-        begins = np.cumsum([table, *map(len, encoded_samples)], dtype=np.uint32)
-        content = struct.pack("<I", len(part)) + begins.tobytes() + b"".join(encoded_samples)
-        name = f"shard.{number:05d}.mds"
-        (directory / name).write_bytes(content)
-        shards.append(
-            {
-                "version": 2,
-                "format": "mds",
-                "samples": len(part),
-                "column_names": ["x", "y"],
-                "column_encodings": ["jpeg", "int"],
-                "column_sizes": [None, 8],
-                "raw_data": {"basename": name, "bytes": len(content), "hashes": {}},
-                "zip_data": None,
-                "compression": None,
-                "hashes": [],
-                "size_limit": 1 << 26,
-            }
-        )
-    (directory / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
 
 
 def write_tars(directory: Path, samples: list[Sample], num_tars: int, split: str) -> None:
@@ -100,7 +70,8 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (root / "folder" / split / name / f"{number:03d}.jpg").write_bytes(image)
                 samples.append((f"{name}/{number:03d}", image, label))
         write_tars(root / "tars", samples, 2, split)
-        write_mds(root / "mds" / split, samples, 2)
+        rows = [(image, struct.pack("<q", label)) for _, image, label in samples]
+        write_mds(root / "mds" / split, {"x": ("jpeg", None), "y": ("int", 8)}, rows, 2)
     (root / "names").write_text("".join(f"{name}\n" for name in CLASSES))
     data("convert", "folder", "--train", root / "folder", "--out", root / "converted")
     for form in FORMS:
@@ -222,6 +193,24 @@ def test_objects_of_a_bucket_are_indexed_in_place(
     Bucket(in_bucket).delete("tars/train-1.tar")
     with pytest.raises(DatasetError, match=r"tars/train-1.tar does not exist, dataset.json names it: index "):
         contents(f"{in_bucket}/tars.index", "train")
+
+
+def test_a_column_of_splits_is_seen_after_an_interruption(
+    in_bucket: str, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(object_store, "RETRY_S", 0.2)
+    rows = [(small_photograph(n), struct.pack("<q", n % 2), b"val" if n > 1 else b"train") for n in range(4)]
+    write_mds(tmp_path / "mds", {"x": ("jpeg", None), "y": ("int", 8), "split": ("str", None)}, rows, 2)
+    url = f"{in_bucket}/divided"
+    for name, content in files_of(tmp_path / "mds").items():
+        Bucket(url).write(name, content)
+    words = ("index", url, "--out", tmp_path / "index")
+    s3_server.fault = lambda method, path: "503" if method == "GET" and path.endswith("shard.00001.mds") else None
+    data(*words, status=1)
+    s3_server.fault = None
+    capsys.readouterr()
+    data(*words, status=2)
+    assert "column split ('train', 'val') divides the samples" in capsys.readouterr().err
 
 
 Damage = Callable[[Path], Any]

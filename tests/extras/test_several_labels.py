@@ -5,7 +5,6 @@ import csv
 import io
 import json
 import shutil
-import struct
 import tarfile
 from argparse import Namespace
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import DatasetError
 from dali_train.extras.blame.step import blame
 from dali_train.extras.fit.steps import Fit
+from dali_train.extras.formats.tables import has_validation
 from dali_train.extras.init.config_file import write_config
 from dali_train.extras.proof.prove import prove
 from dali_train.extras.several_labels import BINARY_TARGETS, MultiHot
@@ -45,6 +45,7 @@ from dali_train.training.loss import LOSSES_OF_SEVERAL, TrainingClasses, make_ob
 from dali_train.training.precision import Precision
 from tests.config.test_config import config as config_of
 from tests.conftest import TINY_CONFIG, Train, jpeg, photograph
+from tests.convert.files import write_mds
 from tests.helpers import Compared, events, in_ranks, losses, state_difference, words
 
 NAMES = ("bear", "cat", "dog", "eel", "fox")
@@ -146,6 +147,7 @@ def test_a_column_for_each_class(table: Path, tmp_path: Path) -> None:
     numbers = {number: heads[2:].index(name) for number, name in enumerate(NAMES)}
     expected = {name: tuple(sorted(numbers[one] for one in classes)) for name, classes in EXPECTED.items()}
     assert labels_by_file(tmp_path / "index") == expected
+    assert has_validation(path, multi_hot=True)
     path.write_text(path.read_text().replace(",-1", ",2", 1))
     assert main(["data", "index", str(path), "--out", str(tmp_path / "wrong"), "--multi-hot"]) == 2
     path.unlink()
@@ -204,28 +206,8 @@ def test_lists_of_webdataset_and_parquet(tmp_path: Path) -> None:
 
 def test_lists_of_mds(tmp_path: Path) -> None:
     lists = [[3, 0], [], 2, [1, 4]]
-    picture = jpeg(photograph(1, 40, 40))
-    samples = [
-        struct.pack("<II", len(picture), len(text := json.dumps(value).encode())) + picture + text for value in lists
-    ]
-    begins = np.cumsum([4 * (len(samples) + 2), *map(len, samples)]).astype("<u4")
-    content = struct.pack("<I", len(samples)) + begins.tobytes() + b"".join(samples)
-    (tmp_path / "mds").mkdir()
-    (tmp_path / "mds" / "shard.00000.mds").write_bytes(content)
-    shard = {
-        "version": 2,
-        "format": "mds",
-        "samples": len(samples),
-        "column_names": ["x", "y"],
-        "column_encodings": ["jpeg", "json"],
-        "column_sizes": [None, None],
-        "raw_data": {"basename": "shard.00000.mds", "bytes": len(content), "hashes": {}},
-        "zip_data": None,
-        "compression": None,
-        "hashes": [],
-        "size_limit": 1 << 26,
-    }
-    (tmp_path / "mds" / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    rows = [(jpeg(photograph(1, 40, 40)), json.dumps(value).encode()) for value in lists]
+    write_mds(tmp_path / "mds", {"x": ("jpeg", None), "y": ("json", None)}, rows)
     assert main(["data", "index", str(tmp_path / "mds"), "--out", str(tmp_path / "index")]) == 0
     assert sorted(sets_in(tmp_path / "index")) == sorted([(0, 3), (), (2,), (1, 4)])
 

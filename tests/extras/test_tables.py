@@ -429,6 +429,38 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "--multi-hot",
         ({"a.jpg": "cat,dog"}, {"b.JPEG": "dog"}),
     ),
+    "one in each row": (
+        "t.csv",
+        "image,dog,cat,wolf\na,0.0,1.0,0.0\nb,1.0,0.0,0.0\né,0.0,1.0,0.0\n",
+        "",
+        CATS,
+    ),
+    "one in each row, with splits": (
+        "t.csv",
+        "file,cat,dog,is_valid\na.jpg,1,0,0\nb.JPEG,0,1,1\n",
+        "",
+        ({"a.jpg": "cat"}, {"b.JPEG": "dog"}),
+    ),
+    "one in each row, of pandas": (
+        "t.csv",
+        "file,cat,dog\na.jpg,True,False\nb.JPEG,False,True\né.png,True,False\n",
+        "",
+        CATS,
+    ),
+    "two spellings": (
+        "t.csv",
+        "file,label\na.jpg,Cat\nb.JPEG,cat\n",
+        "",
+        {"a.jpg": "Cat", "b.JPEG": "cat"},
+    ),
+    "two spellings of a number": ("t.csv", "file,label\na.jpg,01\nb.JPEG,1\n", "", {"a.jpg": "01", "b.JPEG": "1"}),
+    "several in a row": (
+        "t.csv",
+        "file,cat,dog\na.jpg,1,1\nb.JPEG,0,1\n",
+        "",
+        "--multi-hot if each class has a column",
+    ),
+    "none in a row": ("t.csv", "file,cat,dog\na.jpg,1,0\nb.JPEG,0,0\n", "", "--multi-hot if each class has"),
     "--multi-hot with a fold": ("t.csv", "file,cat,fold\na.jpg,1,1\n", "--multi-hot", "the column fold is no class"),
     "--multi-hot with pandas' index": (
         "t.csv",
@@ -465,8 +497,14 @@ def test_dialects(dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     splits = ("train", "validation")
     assert [labels(out, split) for split in splits[: len(expected)]] == [*expected]
     assert len(Manifest.read(out).splits) == len(expected)
+    has_several = any(word in options for word in ("--multi-hot", "--label-separator"))
+    assert (Manifest.read(out).label_sets is not None) == has_several
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{name}: ")]
     assert "files from" in line and (dialect != "a fold" or "not used: fold" in line)
+    assert ("are two classes: if they are one" in caplog.text) == dialect.startswith("two spellings")
+    assert ("one in each row: its label" in line) == (
+        "one in each row" in dialect or dialect == "one in each row, with splits"
+    )
 
 
 # The images, and the right answer: a part of what is said, as a warning or as a refusal.
@@ -496,6 +534,16 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         False,
         "has one class folder, data, and all images in",
     ),
+    "images between splits and classes": (
+        ["train/images/cat/1.jpg", "train/images/dog/2.jpg", "val/images/cat/3.jpg", "val/images/dog/4.jpg"],
+        True,
+        "the class folders are those in train/images, val/images",
+    ),
+    "of one split alone": (
+        ["train/Images/cat/1.jpg", "train/Images/dog/2.jpg", "val/cat/3.jpg", "val/dog/4.jpg"],
+        True,
+        "the class folders are those in train/Images",
+    ),
     "names that look alike": (
         ["Caf\u00e9/1.jpg", "Cafe\u0301/2.jpg"],
         False,
@@ -524,6 +572,9 @@ def test_folders_that_may_be_meant_otherwise(
     status = cli.main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / "index")])
     assert status == (0 if is_read else 2)
     assert message in (caplog.text if is_read else capsys.readouterr().err)
+    if "class folders are those in" in message:
+        assert labels(tmp_path / "index", "train") == {"1.jpg": "cat", "2.jpg": "dog"}
+        assert labels(tmp_path / "index", "validation") == {"3.jpg": "cat", "4.jpg": "dog"}
 
 
 FLAT = [f"val/{n}.jpg" for n in range(3)]

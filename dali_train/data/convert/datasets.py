@@ -260,6 +260,11 @@ DATASETS: dict[str, Converter] = {
         arguments=_columns("x or image", "y or label"),
         files=r"shard\.\d+\.mds",
     ),
+    "tfrecord": Converter(
+        help="TFRecords that have names for labels; `data index` takes those that have numbers, without a copy.",
+        load=partial(_in_extras, "dali_train.extras.indexing.named_records:named_records"),
+        arguments=_columns("image/encoded", "image/class/text"),
+    ),
     "table": Converter(
         help="A table of image files below its directory and labels, such as CSV with the heading file,label (also "
         ".tsv, .txt, .jsonl, or .json as COCO has it); a column split or is_valid divides it, or val.csv beside "

@@ -345,7 +345,7 @@ class ImageFiles:
     """The source of image files that a function yields, wherever they lie."""
 
     def __init__(
-        self, images: Callable[[], Iterable[Image | PassedOver]], read: Callable[[Image], bytes] = read_range
+        self, images: Callable[[], Iterable[Image | PassedOver]], read: Callable[[Image], RawImage] = read_range
     ) -> None:
         self._images = images
         self.read = read

@@ -4,6 +4,7 @@ A walk over a shard locates its images and checks labels, framing and image head
 """
 
 import io
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +52,9 @@ class Features:
 
 DEFAULT_FEATURES = Features()
 _MOST_TEXTS = 2  # of a label: captions differ with each image
-_CLASS = "the class's number (its name goes into image/class/text)"
+TEXT_KEY = "image/class/text"
+_CLASS = f"the class's number (its name goes into {TEXT_KEY})"
+_NAMED = "where names are the labels, `dali-train data convert tfrecord --source DIR --label-key {} --out DATASET`"
 _SIDES = ("image/height", "image/width")  # in pixels, of records with raw ones
 
 
@@ -168,11 +171,12 @@ def _single(
     if feature is None:
         there = ", ".join(sorted(features)) or "none"
         remedy = ": name image and label with --image-key and --label-key of data index" if name not in _SIDES else ""
+        remedy += f"; {_NAMED.format(TEXT_KEY)}" if what == _CLASS and TEXT_KEY in features else ""
         raise TFRecordError(path, record.header, f"feature {name} is missing; the record has {there}{remedy}")
     if feature.kind != kind:
-        raise TFRecordError(
-            path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}: write {what} as {kind}"
-        )
+        remedy = f"; {_NAMED.format(shlex.quote(name))}" if what == _CLASS and feature.kind == "bytes" else ""
+        problem = f"feature {name} is a list of {feature.kind}, expected {kind}: write {what} as {kind}{remedy}"
+        raise TFRecordError(path, record.header, problem)
     count = len(feature.spans) + len(feature.integers)
     if count != 1:
         raise TFRecordError(path, record.header, f"feature {name} has {count} values, expected 1")

@@ -197,9 +197,16 @@ class Fit:
         for name, value in self._of_index.items():
             if value is not None and name != "validation_fraction":
                 words.append(_option(name) if value is True else f"{_option(name)}={value}")
-        if fraction is None and not is_remote(source) and _has_validation(Path(source)):
+        if fraction is None and not is_remote(source) and self._has_validation(Path(source)):
             return words
         return [*words, "--validation-fraction", f"{_FRACTION if fraction is None else fraction:g}"]
+
+    def _has_validation(self, source: Path) -> bool:
+        """Return whether the source has a validation split of its own: by folders' names, or in a table's column."""
+        if not source.is_dir():
+            return in_place(source) == "table" and has_validation(source, multi_hot=self._of_index["multi_hot"])
+        folders = split_folders_among(folders_in(images_root(source)))
+        return "validation" in splits_of_words([*folders.values()]).values()
 
     def _is_trained(self) -> bool:
         """Return whether the run has finished. Raises ConfigError: with other settings than fit.py has now."""
@@ -327,14 +334,6 @@ def _is_dataset(source: str) -> bool:
     except NoDatasetError:
         return False
     return True
-
-
-def _has_validation(source: Path) -> bool:
-    """Return whether the source has a validation split of its own: by the names of folders, or in a table's column."""
-    if not source.is_dir():
-        return in_place(source) == "table" and has_validation(source)
-    folders = split_folders_among(folders_in(images_root(source)))
-    return "validation" in splits_of_words([*folders.values()]).values()
 
 
 def _num_processes() -> list[str]:

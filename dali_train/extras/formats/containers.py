@@ -12,13 +12,14 @@ begins with uint32s, the number of samples, where each begins and where the last
 each column of no fixed size, then the columns' values.
 """
 
+import math
 import mmap
 import os
 import re
 import shlex
 import struct
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +27,14 @@ from itertools import accumulate, groupby, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
 from dali_train.data.convert.archives import Archive
+from dali_train.data.convert.image import RawImage
 from dali_train.data.convert.sources import Image, SourceError, Sources, printable_name
-from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES, BadImageError
 from dali_train.data.dataset.manifest import SplitWord, split_word
 from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.dataset.passed_over import PassedOver
@@ -48,7 +53,7 @@ from dali_train.extras.formats.listing import (
 )
 from dali_train.extras.formats.table_reader import SPLIT_COLUMNS, VALIDATION_COLUMNS, plain_name
 from dali_train.files import ForeignFileError, read_json
-from dali_train.text import plural
+from dali_train.text import plural, shortened
 
 # WebDataset
 
@@ -59,22 +64,31 @@ _KINDS = " ".join(sorted(IMAGE_SUFFIXES))
 def webdataset(options: Namespace, within: Within = where_it_lies) -> Sources:
     """Return the splits and the class names. With ``options.label_key``, that field of KEY.json is the label.
 
-    A list of numbers, in KEY.cls or in the field, is several labels.
+    A label is a number or a name, and a list of these is several labels. With ``options.class_names`` KEY.txt has the
+    label where there is no KEY.cls; else it is taken for a caption.
 
     Raises:
         SourceError: a damaged tar, a sample without image or label or with two, or a label that cannot be.
     """
 
-    sets = LabelSets()
+    sets = LabelSets(options.class_names)
+
+    endings = [".json"] if options.label_key is not None else [".cls", ".txt"] if options.class_names else [".cls"]
+
+    first: dict[str, Path] = {}  # directory of the files of a name with the word of a split
 
     def list_tar(path: Path) -> Listed:
-        return _samples_of_tar(open_plain(path), options.label_key, sets)
+        if split_word(path.name) is not None:
+            _refuse_two_directories(options.source, first.setdefault(path.name, path.parent), path.parent)
+        return _samples_of_tar(open_plain(path), endings, options.label_key, sets)
 
     return sources_of(options, ".tar", lambda path: within(path, list_tar), resolve=sets.resolve)
 
 
-def _samples_of_tar(archive: Archive, label_key: str | None, sets: LabelSets) -> Iterator[Image | PassedOver]:
-    """Yield the samples, and each file that belongs to none.
+def _samples_of_tar(
+    archive: Archive, endings: Sequence[str], label_key: str | None, sets: LabelSets
+) -> Iterator[Image | PassedOver]:
+    """Yield the samples, and each file that belongs to none; the first of the `endings` that is there has the label.
 
     WebDataset's key ends at the first dot, and ``KEY.seg.png`` beside ``KEY.jpg`` is one more file of the sample. Of
     keys that have dots themselves, such as ``2020.01.02-a.jpg``, an image and a label with the same name up to the
@@ -93,15 +107,20 @@ def _samples_of_tar(archive: Archive, label_key: str | None, sets: LabelSets) ->
         by_stem: dict[str, list[Image]] = {}
         for file in group:
             by_stem.setdefault(_stem(file), []).append(file)
-        yield from _samples_of_key(archive, key, by_stem, label_key, sets)
+        there = {_suffix(file) for files_here in by_stem.values() for file in files_here}
+        has_image = not there.isdisjoint(IMAGE_SUFFIXES)  # else KEY.txt is a readme
+        ending = next((ending for ending in endings if has_image and ending in there), endings[0])
+        yield from _samples_of_key(archive, key, by_stem, ending, label_key, sets)
     yield from passed_over
 
 
 def _samples_of_key(
-    archive: Archive, key: str, by_stem: dict[str, list[Image]], label_key: str | None, sets: LabelSets
+    archive: Archive, key: str, by_stem: dict[str, list[Image]], ending: str, label_key: str | None, sets: LabelSets
 ) -> Iterator[Image | PassedOver]:
-    """Yield the samples among files with one WebDataset key, which are given by their names up to the last dot."""
-    ending = ".cls" if label_key is None else ".json"
+    """Yield the samples among files with one WebDataset key, which are given by their names up to the last dot.
+
+    Args: ending: of the files that have the labels.
+    """
     images = {stem: [file for file in files if _suffix(file) in IMAGE_SUFFIXES] for stem, files in by_stem.items()}
     labels = {stem: [file for file in files if _suffix(file) == ending] for stem, files in by_stem.items()}
     has_sample = bool(images.get(key) and labels.get(key))
@@ -116,8 +135,8 @@ def _samples_of_key(
             raise SourceError(
                 f"{printable_name(f'{archive.path}:{stem}')}: has {there}: there must be one of each side by side, as "
                 f"KEY.jpg and KEY{ending} (there is {others or 'nothing else'}, and images are {_KINDS}); write the "
-                "tar anew, or name the field of a KEY.json with --label-key; `dali-train data convert folder --train` "
-                "reads a tar of class folders"
+                "tar anew, or name the field of a KEY.json with --label-key, or a file of the names in KEY.txt with "
+                "--class-names; `dali-train data convert folder --train` reads a tar of class folders"
             )
         start = len(key) if has_sample else len(stem)
         for file in rest:
@@ -154,7 +173,7 @@ def _label(archive: Archive, file: Image, label_key: str | None, sets: LabelSets
         elif text.startswith("["):
             label = read_json(b'{"labels": ' + text.encode() + b"}", 2 * _MAX_LABEL_BYTES, name=location)["labels"]
     except (ValueError, LookupError):
-        wrong = "is no list of numbers: correct it, or name a field of KEY.json with --label-key"
+        wrong = "is no list of labels: correct it, or name a field of KEY.json with --label-key"
         if label_key is not None:
             wrong = f"has no field {label_key}: name another with --label-key"
         raise SourceError(f"{location}: {wrong}") from None
@@ -178,11 +197,9 @@ def parquet(options: Namespace) -> Sources:
     """
     blocks = PackedBlocks(options.out)
     names: list[str] = []
-    sets = LabelSets()
+    sets = LabelSets(options.class_names)
     said = set[str]()
-    in_columns: dict[
-        SplitWord | None, set[tuple[str, object]]
-    ] = {}  # what columns of splits hold in each split's files
+    in_columns: dict[SplitWord | None, set[tuple[str, str]]] = {}  # what columns of splits hold in each split's files
     directories: dict[SplitWord | None, Path] = {}  # that each split's files lie in
 
     def list_file(path: Path) -> Listed:
@@ -198,7 +215,7 @@ def parquet(options: Namespace) -> Sources:
             if label in in_folders:
                 _refuse_partitions(options.source, path, label, in_folders)
             in_column = in_columns.setdefault(word, set())
-            in_column |= {(name, value) for name, value in in_folders.items() if _is_of_splits(name)}
+            in_column |= {(name, repr(value)) for name, value in in_folders.items() if _is_of_splits(name)}
             _refuse_column_of_splits(path, file, in_column, used=(image, label))
             names_here = _class_names(file.schema_arrow, label)
             if names and names_here != names:
@@ -263,7 +280,7 @@ def _refuse_two_directories(source: Path, one: Path, other: Path) -> None:
     )
 
 
-def _refuse_column_of_splits(path: Path, file: Any, found: set[tuple[str, object]], *, used: tuple[str, str]) -> None:
+def _refuse_column_of_splits(path: Path, file: Any, found: set[tuple[str, str]], *, used: tuple[str, str]) -> None:
     """Raises SourceError: a column that is called so divides the rows, of this file or of it and those before.
 
     Args:
@@ -275,16 +292,16 @@ def _refuse_column_of_splits(path: Path, file: Any, found: set[tuple[str, object
             continue
         for group in range(file.metadata.num_row_groups):
             column = file.read_row_group(group, columns=[field.name], use_threads=False)[field.name]
-            found |= {(field.name, value) for value in column.to_pylist()}
+            found |= {(field.name, repr(value)) for value in column.to_pylist()}
     _refuse_several(
         path, found, "rows, and a split here is a file: write a file for each, such as train.parquet and test.parquet"
     )
 
 
-def _refuse_several(path: Path, found: Collection[tuple[str, object]], otherwise: str) -> None:
+def _refuse_several(path: Path, found: Collection[tuple[str, str]], otherwise: str) -> None:
     """Raises SourceError: a column has several of these values."""
     for column in sorted({name for name, _ in found}):
-        values = sorted({repr(value) for name, value in found if name == column})
+        values = sorted({value for name, value in found if name == column})
         if len(values) > 1:
             raise SourceError(
                 f"{path}: column {column} ({', '.join(values[:3])}{', ...' if values[3:] else ''}) divides the "
@@ -304,9 +321,11 @@ def _row_groups(
     types = import_pyarrow().types
     label_kind = file.schema_arrow.field(label).type
     is_list = any(is_kind(label_kind) for is_kind in _list_types(types))
-    if not types.is_integer(label_kind.value_type if is_list else label_kind):
+    kind = label_kind.value_type if is_list else label_kind
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not types.is_integer(kind) and not _is_text(types, kind):
         raise SourceError(
-            f"{path}: column {label} is {label_kind}: name one of whole numbers, or of lists of them, with "
+            f"{path}: column {label} is {label_kind}: name one of whole numbers or of names, or of lists of them, with "
             "--label-key, or write the classes as numbers from 0 and name them with --class-names"
         )
     labels = [
@@ -344,7 +363,7 @@ def _leaf_of_images(path: Path, file: Any, image: str) -> str:
     if any(is_kind(kind) for is_kind in (types.is_binary, types.is_large_binary, types.is_binary_view)):
         return leaf
     paths = kind.field("path").type if types.is_struct(kind) and kind.get_field_index("path") >= 0 else kind
-    if any(is_kind(paths) for is_kind in (types.is_string, types.is_large_string, types.is_string_view)):
+    if _is_text(types, paths):
         raise SourceError(f"{path}: column {image} is {kind}, which may hold base64 text, or {_ONLY_PATHS}")
     raise SourceError(f"{path}: column {image} is {kind}: name one of image files (binary) with --image-key")
 
@@ -354,6 +373,10 @@ _ONLY_PATHS = (
     "map datasets.table.embed_table_storage), or put paths and labels into a CSV and name it to `dali-train data "
     "convert table`; --image-key names another column"
 )
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+    return any(is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_string_view))
 
 
 def _list_types(types: Any) -> tuple[Callable[[Any], bool], ...]:
@@ -397,7 +420,8 @@ def _class_names(schema: Any, label: str) -> list[str]:
 # MDS
 
 _MAX_INDEX_BYTES = 1 << 28
-_IMAGES = ("jpeg", "png", "bytes")
+_IMAGES = ("jpeg", "jpegarray", "png", "bytes", "pil")
+_PIL_HEADER = struct.Struct("<3I")  # width, height, the length of the mode's name; this and the pixels follow
 _LABELS = {"int": "<q", "int8": "<b", "int16": "<h", "int32": "<i", "int64": "<q"}  # encoding -> format of `struct`
 _LABELS |= {f"u{name}": kind.upper() for name, kind in _LABELS.items() if name != "int"}
 _CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}  # Streaming's name -> pyarrow's
@@ -442,12 +466,13 @@ class _Columns:
 
     sizes: tuple[int | None, ...]  # bytes; None: each sample says
     image: int  # number of its column
+    is_pil: bool  # of which kind it is
     label: int
-    label_format: str | None  # of `struct`; None: JSON, a number or a list of them
+    decoded_label: Callable[[bytes, str], object]  # from its bytes, and where it is for messages
     sets: LabelSets
     splits: Mapping[int, str | None]  # number of each column of splits -> its format; None: text
     names: tuple[str, ...]
-    in_splits: set[tuple[str, object]]  # what is in these columns of the split's shards so far
+    in_splits: set[tuple[str, str]]  # what is in these columns of the shard, as `repr` shows it
 
 
 def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
@@ -458,9 +483,10 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
         SourceError: an index or a shard that is damaged, missing or of another format, or a label that cannot be.
     """
     blocks = PackedBlocks(options.out)
-    sets = LabelSets()
+    sets = LabelSets(options.class_names)
     said = set[str]()
-    in_columns: dict[SplitWord | None, set[tuple[str, object]]] = {}
+    in_columns: dict[SplitWord | None, set[tuple[str, str]]] = {}
+    with_pixels = set[str]()
 
     def list_index(path: Path) -> Iterator[Image | PassedOver]:
         above = [parent for parent in path.parent.parents if parent.is_relative_to(options.source)]
@@ -469,12 +495,18 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
         read = {path}
         in_column = in_columns.setdefault(split_word(str(path.relative_to(options.source))), set())
         for shard in _read_index(path).shards:
-            columns = _find_columns(path, shard, options, sets, in_column)
+            columns, file = _find_columns(path, shard, options, sets), _file_of(path, shard)
             image, label = (shard.column_names[number] for number in (columns.image, columns.label))
             warn_columns(options.source, shard.column_names, image, label, said)
             list_shard = partial(_list_shard, shard=shard, columns=columns, blocks=blocks)
-            read.add(_file_of(path, shard))
-            yield from within(_file_of(path, shard), list_shard)
+            read.add(file)
+            if columns.is_pil:
+                with_pixels.add(str(file))
+            for entry in within(file, list_shard):
+                if isinstance(entry, PassedOver):
+                    in_column.add((entry.place, entry.reason))
+                else:
+                    yield entry
             otherwise = "samples, and a split here is a directory: write one for each, such as train and test"
             _refuse_several(path, in_column, otherwise)
         unread = [file for file in sorted(path.parent.iterdir()) if file.is_file() and file not in read]
@@ -487,7 +519,28 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
                 else PassedOver.by_suffix(place, file.name)
             )
 
-    return sources_of(options, "index.json", list_index, read=blocks.read, resolve=sets.resolve)
+    def read_image(image: Image) -> RawImage:
+        content = blocks.read(image)
+        return _pixels(content) if image.file in with_pixels else content
+
+    return sources_of(options, "index.json", list_index, read=read_image, resolve=sets.resolve)
+
+
+def _pixels(content: bytes) -> NDArray[np.uint8]:
+    """Return the pixels in a column of the encoding pil. Raises BadImageError: they are of another mode, or cut off."""
+    if len(content) < _PIL_HEADER.size:
+        raise BadImageError("is cut off")
+    width, height, num_letters = _PIL_HEADER.unpack_from(content)
+    begin = _PIL_HEADER.size + num_letters
+    mode = content[_PIL_HEADER.size : begin].decode(errors="backslashreplace")
+    shape = {"RGB": (height, width, 3), "L": (height, width)}.get(mode)
+    if shape is None:
+        raise BadImageError(f"has pixels of the mode {shortened(mode, 20)}, and RGB and L are read")
+    if math.prod(shape) != len(content) - begin:
+        raise BadImageError(
+            f"has {len(content) - begin} bytes of pixels, and {width} x {height} are {math.prod(shape)}"
+        )
+    return np.frombuffer(content, np.uint8, offset=begin).reshape(shape)
 
 
 def _read_index(path: Path) -> _Index:
@@ -499,32 +552,31 @@ def _read_index(path: Path) -> _Index:
         raise SourceError(f"{error}: fetch it again") from error
 
 
-def _find_columns(
-    path: Path, shard: _Shard, options: Namespace, sets: LabelSets, in_splits: set[tuple[str, object]]
-) -> _Columns:
+def _find_columns(path: Path, shard: _Shard, options: Namespace, sets: LabelSets) -> _Columns:
     columns = dict(zip(shard.column_names, shard.column_encodings, strict=True))
     image = find_column(path, columns, "--image-key", options.image_key, ("x", "image"))
     label = find_column(path, columns, "--label-key", options.label_key, ("y", "label"))
-    if columns[image] not in _IMAGES:
+    if columns[image].partition(":")[0] not in _IMAGES:  # jpeg:90 has the quality
         raise SourceError(
-            f"{path}: column {image} is {columns[image]}: name one of jpeg, png or bytes with --image-key, or write "
-            "the shards again with one"
+            f"{path}: column {image} is {columns[image]}: name one of jpeg, png, pil or bytes with --image-key, or "
+            "write the shards again with one"
         )
     number, kind = shard.column_names.index(label), _LABELS.get(columns[label])
-    is_list = columns[label] == "json" and shard.column_sizes[number] is None
-    if not is_list and (kind is None or shard.column_sizes[number] != struct.calcsize(kind)):
+    decoded = partial(_number_in, kind) if kind is not None else _TEXT_LABELS.get(columns[label])
+    if decoded is None or shard.column_sizes[number] != (None if kind is None else struct.calcsize(kind)):
         raise SourceError(
             f"{path}: column {label} is {columns[label]} of size {shard.column_sizes[number]}: name one of int (8), "
-            "uint8 (1) and the like, or of json with lists of numbers, with --label-key, or write the shards again "
-            "with one"
+            "uint8 (1) and the like, of str or str_int, or of json with labels or lists of them, with --label-key, or "
+            "write the shards again with one"
         )
     splits = {
         shard.column_names.index(name): _LABELS.get(encoding)
         for name, encoding in columns.items()
-        if _is_of_splits(name) and name not in (image, label) and (encoding == "str" or encoding in _LABELS)
+        if _is_of_splits(name) and name not in (image, label) and encoding in (*_LABELS, *_TEXT_LABELS)
     }
     image_number = shard.column_names.index(image)
-    return _Columns(shard.column_sizes, image_number, number, kind, sets, splits, shard.column_names, in_splits)
+    is_pil = columns[image] == "pil"
+    return _Columns(shard.column_sizes, image_number, is_pil, number, decoded, sets, splits, shard.column_names, set())
 
 
 def _file_of(index: Path, shard: _Shard) -> Path:
@@ -537,7 +589,9 @@ def _file_of(index: Path, shard: _Shard) -> Path:
     )
 
 
-def _list_shard(path: Path, shard: _Shard, columns: _Columns, blocks: PackedBlocks) -> Iterator[Image]:
+def _list_shard(path: Path, shard: _Shard, columns: _Columns, blocks: PackedBlocks) -> Iterator[Image | PassedOver]:
+    """Yield the images, and what columns of splits hold as `PassedOver`: with them it is kept, if indexing a bucket is
+    interrupted."""
     if path.name == Path(shard.raw_data.basename).name:
         _check_size(path, shard.raw_data)
         with (
@@ -546,11 +600,12 @@ def _list_shard(path: Path, shard: _Shard, columns: _Columns, blocks: PackedBloc
         ):
             content.madvise(mmap.MADV_RANDOM)  # reading ahead of each label would read the entire shard
             for number, (begin, size, label) in enumerate(_samples(path, content, shard, columns)):
-                yield Image(str(path), f"sample {number}", begin, size, label)
-        return
-    samples = list(_samples(path, _unpack(path, shard), shard, columns))
-    labels, sizes = [label for _, _, label in samples], [size for _, size, _ in samples]
-    yield from blocks.add(path, "sample", labels, partial(_unpacked_images, path, shard, columns), sizes)
+                yield Image(str(path), f"sample {number}", begin, size, label, is_packed=columns.is_pil)
+    else:
+        samples = list(_samples(path, _unpack(path, shard), shard, columns))
+        labels, sizes = [label for _, _, label in samples], [size for _, size, _ in samples]
+        yield from blocks.add(path, "sample", labels, partial(_unpacked_images, path, shard, columns), sizes)
+    yield from (PassedOver(column, value) for column, value in sorted(columns.in_splits))
 
 
 def _check_size(path: Path, file: _File) -> None:
@@ -580,15 +635,30 @@ def _samples(
         if begins_of[-1] != end:
             raise SourceError(f"{damaged} (sample {number})")
         location, at = f"{path}:sample {number}", begins_of[columns.label]
-        if columns.label_format is None:
-            label = _in_json(content[at : at + sizes[columns.label]], location)
-        else:
-            (label,) = struct.unpack_from(columns.label_format, content, at)
+        label = columns.decoded_label(content[at : at + sizes[columns.label]], location)
         for column, kind in columns.splits.items():
             value = content[begins_of[column] : begins_of[column] + sizes[column]]
             known = value.decode(errors="backslashreplace") if kind is None else struct.unpack(kind, value)[0]
-            columns.in_splits.add((columns.names[column], known))
+            columns.in_splits.add((columns.names[column], repr(known)))
         yield begins_of[columns.image], sizes[columns.image], columns.sets.stored_label(label, location)
+
+
+def _number_in(kind: str, content: bytes, location: str) -> object:
+    return struct.unpack(kind, content)[0]
+
+
+def _text_in(content: bytes, location: str) -> object:
+    return content.decode(errors="backslashreplace").strip()
+
+
+def _number_in_text(content: bytes, location: str) -> object:
+    """Raises SourceError: it is none."""
+    text = content.decode(errors="backslashreplace")
+    if not _WHOLE_NUMBER.fullmatch(text):
+        raise SourceError(
+            f"{location}: its label is {shortened(text, 60)!r}, and str_int are whole numbers: correct it"
+        )
+    return int(text)
 
 
 def _in_json(content: bytes, location: str) -> object:
@@ -596,7 +666,10 @@ def _in_json(content: bytes, location: str) -> object:
     try:
         return read_json(b'{"labels": ' + content + b"}", 2 * _MAX_LABEL_BYTES, name=location)["labels"]
     except (ValueError, LookupError):
-        raise SourceError(f"{location}: is no list of numbers: name another column with --label-key") from None
+        raise SourceError(f"{location}: is no label in JSON: name another column with --label-key") from None
+
+
+_TEXT_LABELS = {"json": _in_json, "str": _text_in, "str_int": _number_in_text}  # encoding -> what decodes it
 
 
 def _unpacked_images(path: Path, shard: _Shard, columns: _Columns) -> Iterator[bytes]:

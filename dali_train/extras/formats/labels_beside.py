@@ -156,14 +156,15 @@ def _images_in_one_folder(directory: Path) -> tuple[Path, set[str]]:
     no names if there is none."""
     folder = directory
     for _ in range(_MOST_LEVELS):
-        folders, names = _folders_and_images(folder)
+        folders, names = folders_and_images(folder)
         if names or len(folders) != 1:
             break
         folder /= folders[0]
     return folder, names
 
 
-def _folders_and_images(directory: Path) -> tuple[list[str], set[str]]:
+def folders_and_images(directory: Path) -> tuple[list[str], set[str]]:
+    """Return the names of the folders and of the images in a directory, those that are not hidden."""
     folders, names = list[str](), set[str]()
     with suppress(OSError), os.scandir(directory) as entries:  # the listing says what is wrong with it
         for entry in entries:  # of which there may be a million: a Path, or a look at each, takes far longer

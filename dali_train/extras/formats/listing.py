@@ -6,6 +6,7 @@ in random order, so each such block is unpacked once, with its first image, into
 
 import logging
 import os
+import re
 import tempfile
 import threading
 from argparse import Namespace
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.convert.archives import Archive, Directory
+from dali_train.data.convert.image import RawImage
 from dali_train.data.convert.sources import (
     Image,
     ImageFiles,
@@ -60,22 +62,30 @@ def sources_of(
     ending: str,
     list_file: ListFile,
     names: Sequence[str] = (),
-    read: Callable[[Image], bytes] = read_range,
-    resolve: Callable[[Mapping[SplitName, Images]], None] | None = None,
+    read: Callable[[Image], RawImage] = read_range,
+    resolve: Callable[[Mapping[SplitName, Images]], Sequence[str]] = lambda splits: (),
 ) -> Sources:
     """Return the splits and the class names of what `list_file` finds in each file whose name ends in `ending`.
 
     Args:
         options: ``source``, ``validation_fraction``, ``group_by``, ``class_names`` and ``seed``, see `DATASETS`.
         names: those of the classes where ``class_names`` has none; without any, the labels as text.
-        resolve: `LabelSets.resolve`, for a format whose images may have several labels.
+        resolve: `LabelSets.resolve`, for a format whose images may have names for labels, or several.
 
     Raises:
         SourceError: no files, no images in them, or an image whose label has no name.
     """
-    splits = list_splits(options.source, ending, list_file, read)
-    if resolve is not None:
-        resolve(splits)
+    return with_names(options, list_splits(options.source, ending, list_file, read), names, resolve)
+
+
+def with_names(
+    options: Namespace,
+    splits: Mapping[SplitName, Images],
+    names: Sequence[str],
+    resolve: Callable[[Mapping[SplitName, Images]], Sequence[str]],
+) -> Sources:
+    """Return the splits and the class names, as `sources_of`, of images that are listed already."""
+    names = resolve(splits) or names
     if options.class_names is not None:
         theirs, names = names, read_class_names(options.class_names)
         compare_names(options.class_names, names, theirs)
@@ -120,7 +130,7 @@ def _largest_classes(images: Images) -> NDArray[np.int32]:
 
 
 def list_splits(
-    source: Path, ending: str, list_file: ListFile, read: Callable[[Image], bytes] = read_range
+    source: Path, ending: str, list_file: ListFile, read: Callable[[Image], RawImage] = read_range
 ) -> dict[SplitName, Images]:
     """Return the splits that `list_file` finds in the files below `source` whose names end in `ending`, sorted.
 
@@ -164,6 +174,7 @@ def list_splits(
     if None in files:
         chosen["train"] = files[None]
     for paths in chosen.values():
+        _refuse_two_configurations(source, paths)
         warn_missing(source, [path.name for path in paths])
     others += [PassedOver("", TEST_SPLIT)] * (len(files.get("test", ())) if "val" in used else 0)
     splits: dict[SplitName, Images] = {}
@@ -178,6 +189,27 @@ def list_splits(
                     f"{paths[0]}: has no images{more}: fetch it, or name what holds images{seen(splits[split])}"
                 )
     return splits
+
+
+_NUMBER = re.compile(r"\d+(?![a-z\d])", re.IGNORECASE)  # of a file; 22k is part of a name
+_HASH = r"(?<![a-z\d])(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?:-[a-f\d]{4,})*(?![a-z\d])"
+_NO_NUMBER = re.compile(rf"-of-\d+|{_HASH}", re.IGNORECASE)
+
+
+def _refuse_two_configurations(source: Path, paths: Iterable[Path]) -> None:
+    """Raises SourceError: in one directory two of the files, all of one split, have one number and different names."""
+    first: dict[tuple[Path, tuple[str, ...]], tuple[str, Path]] = {}
+    for path in paths:
+        name = _NO_NUMBER.sub("", path.name)
+        numbers = tuple(number.lstrip("0") for number in _NUMBER.findall(name))
+        name = _NUMBER.sub("", name)
+        other_name, other = first.setdefault((path.parent, numbers), (name, path)) if numbers else (name, path)
+        if name != other_name:
+            raise SourceError(
+                f"{source}: {printable_name(other.name)} and {printable_name(path.name)} are both files of one split, "
+                "as configurations of a repository on the Hub have them, and an image of both would count twice: move "
+                "those of one into another directory, or if they are parts of one dataset, number them alike"
+            )
 
 
 def seen(images: Images) -> str:
@@ -240,7 +272,7 @@ def checked_label(label: object, location: str) -> int:
         text = repr(label)
         raise SourceError(
             f"{location}: its label is {text if len(text) < 60 else text[:56] + '...'}: labels are whole numbers "
-            f"from 0 to {MAX_CLASSES - 1:,}; correct it, or leave the file out"
+            f"from 0 to {MAX_CLASSES - 1:,}, or names; correct it, or leave the file out"
         )
     return label
 

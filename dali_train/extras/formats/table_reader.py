@@ -122,7 +122,8 @@ def find_columns(
     is_file: Callable[[str], bool] = lambda cell: False,
 ) -> Columns:
     """Return what the columns are: those of these names, else by the usual ones; without a heading, the first one of
-    which a cell names a file, and the one after it.
+    which a cell names a file, and the one after it. Where none has the labels, and of the others exactly one is 1 in
+    each row, these are the classes.
 
     Args:
         multi_hot: every column of no other use is a class.
@@ -145,20 +146,32 @@ def find_columns(
     if len({*named}) < len(named):
         raise SourceError(f"{table.path}: two of its columns have one name: rename one of them")
     split = _find(table.columns, None, (*SPLIT_COLUMNS, *VALIDATION_COLUMNS), without=(image,))
+    classes = tuple(number for number in range(len(plain)) if number not in (image, split))
+    wrong = [table.columns[number] or "without a name" for number in classes if plain[number] in _NO_CLASSES]
     if not multi_hot:
         label = _find(table.columns, label_key, LABEL_COLUMNS, without=(image,))
+        one_hot = Columns(table.columns, has_heading=True, image=image, label=None, split=split, classes=classes)
+        if label is None and label_key is None and not wrong and _is_one_hot(table, one_hot):
+            return one_hot
         if label is None:
             raise _no_column(table, "--label-key", label_key, LABEL_COLUMNS)
         split = None if split == label else split
         return Columns(table.columns, has_heading=True, image=image, label=label, split=split)
-    classes = tuple(number for number in range(len(plain)) if number not in (image, split))
-    wrong = [table.columns[number] or "without a name" for number in classes if plain[number] in _NO_CLASSES]
     if wrong:
         raise SourceError(
             f"{table.path}: the column {wrong[0]} is no class, and --multi-hot takes every column for one but that of "
             "the files and that of the splits: leave it out of the table"
         )
     return Columns(table.columns, has_heading=True, image=image, label=None, split=split, classes=classes)
+
+
+def _is_one_hot(table: Table, columns: Columns) -> bool:
+    """Return whether each row has one of several classes."""
+    if len(columns.classes) < 2:
+        return False
+    with suppress(SourceError):  # a cell is neither 0 nor 1
+        return all(len(classes_in(row, columns)) == 1 for row in table.rows(columns))
+    return False
 
 
 def _without_heading(table: Table, first: int, image_key: str | None, label_key: str | None) -> Columns:
@@ -198,12 +211,15 @@ def classes_in(row: Row, columns: Columns) -> list[str]:
     """Return the classes of which each has a column. Raises SourceError: one of their cells does not say whether."""
     classes = []
     for number in columns.classes:
-        text = row.cells[number].strip()
-        if text not in ("1", "1.0", "0", "0.0", "-1", "-1.0"):
+        text = row.cells[number].strip().casefold()
+        if text not in _HAS_CLASS | _HAS_NOT:
             raise SourceError(f"{row.where}: {text!r} under a class: use 1 for the images that have it, else 0 or -1")
-        if text.startswith("1"):
+        if text in _HAS_CLASS:
             classes.append(columns.names[number])
     return classes
+
+
+_HAS_CLASS, _HAS_NOT = {"1", "1.0", "true"}, {"0", "0.0", "-1", "-1.0", "false"}  # True: of pandas.get_dummies
 
 
 def split_in(row: Row, columns: Columns) -> SplitWord | None:

@@ -6,6 +6,8 @@
     images/0001.jpg,cat,train
     images/0002.jpg,dog,val
 
+Instead of a column of labels there may be one for each class, with one 1 in each row.
+
 With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or none, and an image several rows. With
 ``--multi-hot`` every other column is a class::
 
@@ -31,7 +33,6 @@ from dali_train.data.dataset.manifest import (
     SplitWord,
     check_spellings,
     number_classes,
-    order_classes,
     read_class_names,
     split_folders_among,
     split_word,
@@ -40,7 +41,7 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
 from dali_train.extras.formats.image_finder import ImageFinder
-from dali_train.extras.formats.label_sets import LabelSets
+from dali_train.extras.formats.label_sets import FEW, LabelSets, order_names
 from dali_train.extras.formats.listing import Within, where_it_lies
 from dali_train.extras.formats.table_reader import (
     Columns,
@@ -56,7 +57,6 @@ from dali_train.extras.formats.table_reader import (
 from dali_train.files import sha256
 
 _log = logging.getLogger(__name__)
-_FEW = 10  # images, each of which may have a label of its own
 _ABSENT = "labels that the table says to be absent"
 
 
@@ -92,7 +92,7 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
         _log.warning("%s: splits from the folders %s", path.name, ", ".join(sorted(words)))
         rows = [replace(row, split=words[_top_folder(row.file)]) for row in rows]
     names, numbers = _number_labels(rows, reader.classes, options.class_names)
-    if not reader.has_several and len(rows) >= _FEW and len(names) == len(rows):
+    if not reader.has_several and len(rows) >= FEW and len(names) == len(rows):
         raise SourceError(f"{path}: each of its {len(rows):,} images has a label of its own: name another --label-key")
     splits = splits_of_words({row.split for row in rows if row.split is not None})
     parts: dict[SplitName, list[Image | PassedOver]] = {}
@@ -116,11 +116,11 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
     return hold_out(images, options.validation_fraction, seed=options.seed, group_by=options.group_by), names
 
 
-def has_validation(path: Path) -> bool:
+def has_validation(path: Path, *, multi_hot: bool = False) -> bool:
     """Return whether a table names images for validation; False also for a file that is none."""
     with suppress(SourceError):
         read = Table.open(path)
-        columns = find_columns(read, is_file=ImageFinder(path.parent).has)
+        columns = find_columns(read, multi_hot=multi_hot, is_file=ImageFinder(path.parent).has)
         if columns.split is None:
             if _of_validation(path, _other_tables(path)):
                 return True
@@ -165,9 +165,8 @@ def _number_labels(
     if class_names is not None:
         names = read_class_names(class_names)
         return names, dict(number_classes(labels, names, class_names))
-    is_numbered = all(label.isdecimal() for label in labels)
     check_spellings(labels)
-    names = classes or order_classes({*labels}, "natural" if is_numbered else "name")
+    names = classes or order_names({*labels})
     return names, {name: number for number, name in enumerate(names)}
 
 
@@ -218,7 +217,8 @@ class _Reader:
             multi_hot=options.multi_hot,
             is_file=self._finder.has,
         )
-        _log.warning("%s: %s", path.name, columns.described())
+        one_hot = ", one in each row: its label" if columns.classes and not self.has_several else ""
+        _log.warning("%s: %s%s", path.name, columns.described(), one_hot)
         self.classes = [*dict.fromkeys([*self.classes, *(columns.names[number] for number in columns.classes)])]
         absent = self._confidence(columns)
         num_before = len(self._images)

@@ -29,12 +29,25 @@ from dali_train.data.dataset.manifest import (
     without_split_words,
 )
 from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver
-from dali_train.extras.formats.labels_beside import LabelsBeside, labels_beside, refuse_shared, warn_of_other_labels
+from dali_train.extras.formats.labels_beside import (
+    LabelsBeside,
+    folders_and_images,
+    labels_beside,
+    refuse_shared,
+    warn_of_other_labels,
+)
 from dali_train.extras.formats.listing import seen
 from dali_train.files import sha256
 from dali_train.text import plural, shortened
 
 _log = logging.getLogger(__name__)
+_BETWEEN = (
+    "images",
+    "image",
+    "imgs",
+    "img",
+    "data",
+)  # folders between that of a split and its class folders, in any case
 _MOST_NAMED = 5  # classes in a message
 _MOST_LETTERS = 100  # of a name in a message
 _TABLE = (
@@ -130,18 +143,21 @@ class _SplitFiles:
         split: the one that is meant.
         is_first: whether this is the first split that is listed, with which files of no split are shown.
         anywhere: the folders may lie deeper, as in cifar10/train/bird/0338.jpg.
+        deeper: where those are whose class folders are a folder deeper, as in train/images/bird/0338.jpg.
     """
 
     words: Mapping[str, SplitWord] = field(default_factory=dict)
     split: SplitName = "train"
     is_first: bool = True
     anywhere: bool = False
+    deeper: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
-        """The split's own, for messages."""
+        """The one that the split's class folders are in."""
         splits = splits_of_words({*self.words.values()})
-        return next((name for name, word in self.words.items() if splits.get(word) == self.split), "")
+        name = next((name for name, word in self.words.items() if splits.get(word) == self.split), "")
+        return self.deeper.get(name, name)
 
     def below(self, parts: Parts) -> tuple[SplitName | None, int]:
         """Return the split that a file or a folder with these parts lies in, and how many parts lead there."""
@@ -150,7 +166,7 @@ class _SplitFiles:
         splits = splits_of_words({*self.words.values()})
         for number, part in enumerate(parts if self.anywhere else parts[:1]):
             if part in self.words:
-                return splits.get(self.words[part]), number + 1
+                return splits.get(self.words[part]), number + 1 + (part in self.deeper)
         return None, 0
 
 
@@ -166,11 +182,38 @@ def _list_splits(
                     f"{container.path}: {' and '.join(sorted(same))} are one split: keep one of them, or put "
                     "the class folders of all into one"
                 )
+    deeper = {} if anywhere else _in_images(container, words)
     listed: dict[SplitName, _Listing] = {}
     for split in splits_of_words({*words.values()}).values():
-        files = _SplitFiles(words, split, is_first=not listed, anywhere=anywhere)
+        files = _SplitFiles(words, split, is_first=not listed, anywhere=anywhere, deeper=deeper)
         listed[split] = _list_images(container, files, listed.get("train"))
     return listed
+
+
+def _in_images(container: Container, splits: Collection[str]) -> dict[str, str]:
+    """Return the splits' folders that have nothing but a folder ``images`` with the class folders -> this one, and say
+    so."""
+    deeper = {}
+    for split in sorted(splits):
+        folders_there, has_images = _contents(container, split)
+        for folder in folders_there if len(folders_there) == 1 and not has_images else ():
+            classes, has_images = _contents(container, f"{split}/{folder}")
+            if folder.casefold() in _BETWEEN and classes and not has_images:
+                deeper[split] = f"{split}/{folder}"
+    if deeper:
+        _log.warning("%s: the class folders are those in %s", container.path, ", ".join(deeper.values()))
+    return deeper
+
+
+def _contents(container: Container, folder: str) -> tuple[set[str], bool]:
+    """Return the folders in a folder of a container, and whether there are images."""
+    if isinstance(container, Directory):
+        folders, images = folders_and_images(container.path / folder)
+        return {*folders}, bool(images)
+    names = [entry.name for entry in container.walk(folders=True) if isinstance(entry, Image)]
+    below = [name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/")]
+    images_there = (name for name in below if "/" not in name and PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES)
+    return {name.partition("/")[0] for name in below if "/" in name}, any(images_there)
 
 
 @dataclass(frozen=True)

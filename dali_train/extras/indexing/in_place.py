@@ -261,8 +261,8 @@ def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
                 listed = listed_in(saved, str(path))
             if any(isinstance(entry, Image) and entry.label < -1 for entry in listed):
                 raise SourceError(
-                    f"{bucket.url}/{name}: its images have several labels, which are only indexed on a disk: copy the "
-                    "tars to one, index them, and copy the index"
+                    f"{bucket.url}/{name}: its images have names for labels, or several, which are only indexed on a "
+                    "disk: copy the files to one, index them, and copy the index"
                 )
             measured[str(path)] = np.array([image.offset for image in _by_offset(listed)], np.uint64), found
             yield from listed
