@@ -14,6 +14,7 @@ from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import resolve_checkpoint
 from dali_train.checkpoint.state import restore_weights
 from dali_train.checkpoint.trained_model import check_registered, first_weights, model_from
+from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
@@ -25,7 +26,7 @@ from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.build import RunPlan, build_evaluator, build_set_evaluators, prepare
 from dali_train.training.cost import emulation_warning
 from dali_train.training.metrics import EvaluationResult, Evaluator, evaluate_all
-from dali_train.training.model import build_model, check_sizes, compare_with_timm
+from dali_train.training.model import build_model, check_sizes
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import image_settings, is_path
 
@@ -147,8 +148,8 @@ def _print_preparation(model: nn.Module, config: Config, whose: str) -> None:
         f"images: {data.eval_size} pixels {cut} at {data.eval_resized} (crop share "
         f"{data.eval_size / data.eval_resized:.3f}), {data.eval_filter}, mean {mean}, std {std} of 0 to 255; {whose}"
     )
-    for difference in compare_with_timm(model, config, "eval_size"):
-        print(f"note: {difference}")
+    for difference in differences_from_training(config, model, "eval_size"):
+        print(f"warning: {difference}")
 
 
 def _evaluator(plan: RunPlan) -> Evaluator:

@@ -143,7 +143,7 @@ def test_weights_are_evaluated_without_a_run(
         assert (
             "images: 32 pixels of the short side at 36 (crop share 0.889), bilinear, mean 127.5, 127.5, 127.5" in output
         )
-        assert "note: timm's vit_tiny_patch16_224 has images" not in output and loss_of(output) == expected
+        assert "warning: data." not in output and loss_of(output) == expected
     digits = ["eval", "--config", str(REPOSITORY / "configs" / "digits.py")]
     digits += ["--data.root", load_trained(finished).config.data.root]
     digits += ["--model.weights", f"local-dir:{tmp_path / 'out'}", "--precision.dtype", "fp32"]

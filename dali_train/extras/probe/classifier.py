@@ -23,6 +23,7 @@ from torch import nn
 
 from dali_train.checkpoint.state import first_weights
 from dali_train.checkpoint.trained_model import input_config, with_plain_model
+from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.config import Config
 from dali_train.data.convert.sources import held_out
 from dali_train.data.dataset.index import Split, open_split
@@ -73,6 +74,8 @@ def probe(config: Config, output: Path | None) -> str:
     tensors = first_weights(config.model, train.manifest.class_names)
     config = with_plain_model(config).replace({"precision.dtype": "fp32"})
     model = build_model(config, train.num_classes, place.device, with_weights=True, tensors=tensors).eval()
+    for difference in differences_from_training(config, model):
+        print(f"warning: {difference}", flush=True)  # before the pass, which takes long
     layer = _classifier(model, config.model.name)
     fitted = _features(model, layer, EvalLoader.of_split(train, config, place, images=chosen), "train")
     weight, bias = _fit(fitted, train.num_classes, config.data.seed)
