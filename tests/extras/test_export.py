@@ -19,11 +19,12 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import ExifTags, Image, ImageOps
 from safetensors.torch import load_file
+from timm.data import create_transform, resolve_data_config
 
 import dali_train
 from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import RunDirectory
-from dali_train.checkpoint.trained_model import load_trained
+from dali_train.checkpoint.trained_model import input_config, load_trained
 from dali_train.cli import main
 from dali_train.data.convert.image import upright
 from dali_train.errors import ConfigError
@@ -33,6 +34,8 @@ from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.status import read_events
 from dali_train.text import shell_command
 from dali_train.training.model import build_model
+from dali_train.training.pretrained import image_settings
+from tests.config.test_config import PLAIN
 from tests.conftest import REPOSITORY, TINY_CONFIG, jpeg, photograph
 from tests.convert.files import EPS
 from tests.helpers import events, write_run
@@ -92,6 +95,17 @@ def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: py
     preprocessing = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
     assert (preprocessing["resize_to"], preprocessing["center_crop"], preprocessing["weights"]) == (36, 32, "raw")
     assert preprocessing["class_names"] == model.pretrained_cfg["label_names"]
+
+
+def test_timm_resizes_to_the_same_size() -> None:
+    """It divides by the crop share and rounds down: 224 / (224 / 354) is 353.99999999999994."""
+    for size, resized in ((224, 256), (224, 224), (64, 99), (224, 354), (256, 372)):
+        config = PLAIN.replace({"data.eval_size": size, "data.eval_resize_to": resized})
+        model: Any = timm.create_model("test_resnet")
+        model.pretrained_cfg = input_config(model, config, ("a",))
+        assert image_settings(model)["eval_resize_to"] == resized
+        resize = create_transform(**resolve_data_config({}, model=model)).transforms[0]
+        assert resize.size == resized
 
 
 def test_a_card_has_the_commands_that_led_to_its_weights(tmp_path: Path) -> None:
