@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pytest
+import timm
 import torch
+from torch import nn
 
 from dali_train.checkpoint.format import load_newest
 from dali_train.config import Config, load_config
@@ -112,6 +114,20 @@ def extended(config: Path, text: str) -> Path:
     user = f"\nconfig = replace(config, hooks=replace(config.hooks, user=({hooks},)))\n" if hooks else ""
     path.write_text(config.read_text() + imports + text + user)
     return path
+
+
+def seeing_model(num_classes: int, images: torch.Tensor) -> nn.Module:
+    """Return a network with random weights whose predictions for different images differ: its BatchNorms have the
+    statistics of `images`, as after training."""
+    torch.manual_seed(1)
+    model: nn.Module = timm.create_model("test_efficientnet", num_classes=num_classes)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = None  # averages, from nothing on
+            layer.reset_running_stats()
+    with torch.no_grad():
+        model.train()(images)
+    return model.eval()
 
 
 def loader_of(

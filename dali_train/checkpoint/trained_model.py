@@ -1,6 +1,7 @@
 """Loading a trained model from a run directory: settings, weights, classes."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -129,9 +130,15 @@ def input_config(model: nn.Module, config: Config, class_names: tuple[str, ...])
         "interpolation": data.eval_filter,
         "mean": tuple(value / 255 for value in data.mean),
         "std": tuple(value / 255 for value in data.std),
-        "crop_pct": data.eval_size / data.eval_resized,
+        "crop_pct": _crop_share(data.eval_size, data.eval_resized),
         "crop_mode": "squash" if data.eval_resize == "squash" else "center",
     }
+
+
+def _crop_share(size: int, resized: int) -> float:
+    """Return the share by which timm divides `size` and rounds down to get `resized`."""
+    share = size / resized
+    return share if math.floor(size / share) == resized else math.nextafter(share, 0)
 
 
 def model_from(

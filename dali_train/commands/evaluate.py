@@ -1,7 +1,7 @@
 """``dali-train eval``: accuracy on the validation split, of a run's checkpoint with the run's settings, or of any
 weights."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +14,28 @@ from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import resolve_checkpoint
 from dali_train.checkpoint.state import restore_weights
 from dali_train.checkpoint.trained_model import check_registered, first_weights, model_from
+from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config
+from dali_train.config.check import Extra, load_all
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.sample_recipe import changes_between
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, joined
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.build import RunPlan, build_evaluator, build_set_evaluators, prepare
 from dali_train.training.cost import emulation_warning
 from dali_train.training.metrics import EvaluationResult, Evaluator, evaluate_all
-from dali_train.training.model import build_model, check_sizes, compare_with_timm
+from dali_train.training.model import build_model, check_sizes
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import image_settings, is_path
+
+BY_NORMALISATION = Extra[Callable[[nn.Module, Config, Split, torch.device, Layout, int], str]](
+    "dali_train.extras.normalisations:describe_accuracies"
+)
+"""Of weights that do not tell theirs."""
 
 
 def evaluate_checkpoint(
@@ -112,6 +120,10 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
         evaluator = _evaluator(replace(plan, config=config))
         if launch.rank == 0:
             _print_preparation(model, config, "timm's for these weights" if from_timm else "the config's")
+        for describe_accuracies in load_all([BY_NORMALISATION]):
+            line = describe_accuracies(model, config, plan.split, device, plan.layout, plan.num_threads)
+            if line and launch.rank == 0:
+                print(line, flush=True)
         evaluators = {"": evaluator, **build_set_evaluators(replace(plan, config=config))}
         results = evaluate_all(evaluators, model, Precision(config.precision, device).autocast)
     if launch.rank == 0:
@@ -147,8 +159,8 @@ def _print_preparation(model: nn.Module, config: Config, whose: str) -> None:
         f"images: {data.eval_size} pixels {cut} at {data.eval_resized} (crop share "
         f"{data.eval_size / data.eval_resized:.3f}), {data.eval_filter}, mean {mean}, std {std} of 0 to 255; {whose}"
     )
-    for difference in compare_with_timm(model, config, "eval_size"):
-        print(f"note: {difference}")
+    for difference in differences_from_training(config, model, "eval_size"):
+        print(f"warning: {difference}")
 
 
 def _evaluator(plan: RunPlan) -> Evaluator:

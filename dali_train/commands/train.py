@@ -33,6 +33,7 @@ from dali_train.checkpoint.format import RunValues, Tensors
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Progress, Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
+from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.commands import messages
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config, load_config
@@ -359,6 +360,8 @@ def restored_trainer(plan: RunPlan, start: Start, *, evaluates: bool) -> Trainer
         weights=start.weights,
         saved_seeding=start.seeding,
     )
+    if start.checkpoint is None and plan.config.model.weights is not None:
+        start.warnings += map(str, differences_from_training(plan.config, trainer.model))
     start.restore(trainer)
     return trainer
 

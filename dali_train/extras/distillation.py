@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from dali_train.checkpoint.trained_on import trained_on
 from dali_train.config import Config, LossConfig
 from dali_train.errors import ConfigError
 from dali_train.training.loss import at_least_float32
@@ -81,13 +82,13 @@ class Teacher:
                 f"{data.train_size}{f', data.progressive {data.progressive}' if data.progressive else ''}: "
                 "use a convolutional teacher"
             )
+        theirs = trained_on(loss.teacher, loss.teacher_weights or loss.teacher, model.pretrained_cfg) or data
         mean, std, their_mean, their_std = (
-            torch.tensor(values, dtype=torch.float64)
-            for values in (data.mean, data.std, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+            torch.tensor(values, dtype=torch.float64) for values in (data.mean, data.std, theirs.mean, theirs.std)
         )
-        # From the student's normalisation (of 0 to 255) to the teacher's (of 0 to 1).
-        self._scale = (std / 255 / their_std).to(device, dtype).view(1, 3, 1, 1)
-        self._offset = ((mean / 255 - their_mean) / their_std).to(device, dtype).view(1, 3, 1, 1)
+        # From the student's normalisation to the teacher's.
+        self._scale = (std / their_std).to(device, dtype).view(1, 3, 1, 1)
+        self._offset = ((mean - their_mean) / their_std).to(device, dtype).view(1, 3, 1, 1)
 
     @torch.no_grad()
     def logits(self, images: torch.Tensor) -> torch.Tensor:

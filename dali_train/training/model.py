@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, Literal
+from typing import Any
 
 import timm
 import torch
@@ -35,7 +35,7 @@ from dali_train.training.model_arguments import (
     check_name,
     is_timms,
 )
-from dali_train.training.pretrained import create_pretrained, freeze, initialise_classifier, preprocessing_beside
+from dali_train.training.pretrained import create_pretrained, freeze, initialise_classifier
 from dali_train.training.weight_files import Tensors
 
 logger = logging.getLogger("dali_train")
@@ -500,29 +500,6 @@ def input_size(model: nn.Module) -> int | None:
     embedding = getattr(model, "patch_embed", None)
     sizes = getattr(embedding, "img_size", None) or (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     return int(sizes[-1]) if sizes else None
-
-
-def compare_with_timm(
-    model: nn.Module, config: Config, side: Literal["train_size", "eval_size"] = "train_size"
-) -> list[str]:
-    """Return sentences that say how the config's preprocessing, for images of size `side`, differs from that in the
-    description beside the weights, or else from timm's for this model.
-
-    This matters only for pretrained weights, not for random ones.
-    """
-    described = preprocessing_beside(config.model.weights or "")
-    own = {**(getattr(model, "pretrained_cfg", None) or {}), **described}
-    differences = []
-    size = input_size(model)
-    ours = getattr(config.data, side)
-    if size not in (None, ours):
-        differences.append(f"images of {size} pixels, data.{side} is {ours}")
-    for name, ours in (("mean", config.data.mean), ("std", config.data.std)):
-        theirs = tuple(round(255 * value, 3) for value in own.get(name, ()))
-        if theirs and any(abs(a - b) > 0.5 for a, b in zip(theirs, ours, strict=True)):
-            differences.append(f"{name} {theirs}, data.normalise has {ours}")
-    whose = f"config.json beside {config.model.weights}" if described else f"timm's {config.model.name}"
-    return [f"{whose} has {'; '.join(differences)}"] if differences else []
 
 
 def describe_parameters(model: nn.Module) -> str:

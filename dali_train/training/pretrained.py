@@ -87,7 +87,7 @@ def create_pretrained(
     check_classes(num_trained)  # before anything is fetched
     if tensors is not None:
         is_new = bool(_classifiers_of(name)) and num_trained != num_classes
-        return _create_with(tensors, name, num_classes, kwargs, source), is_new
+        return _create_with(tensors, name, num_classes, kwargs), is_new
     try:
         model = timm.create_model(source, pretrained=True, num_classes=num_classes, **kwargs)
         num_trained = model.pretrained_cfg.get("num_classes")
@@ -201,21 +201,6 @@ def class_names_beside(weights: str) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def preprocessing_beside(weights: str) -> dict[str, Any]:
-    """Return ``mean`` and ``std``, of values from 0 to 1, and ``interpolation`` of the images that a file of weights
-    was trained with, see `description_beside`; those that it does not say are not there."""
-    own = description_beside(weights).get("pretrained_cfg")
-    if not isinstance(own, dict):
-        return {}
-    triples = {name: own[name] for name in ("mean", "std") if _is_triple(own.get(name))}
-    interpolation = own.get("interpolation")
-    return triples | ({"interpolation": interpolation} if isinstance(interpolation, str) else {})
-
-
-def _is_triple(values: object) -> bool:
-    return isinstance(values, list) and len(values) == 3 and all(isinstance(value, float | int) for value in values)
-
-
 def match_classes(
     tensors: Tensors, name: str, theirs: Sequence[str], ours: Sequence[str], source: str, *, evaluates: bool = False
 ) -> Tensors:
@@ -272,11 +257,8 @@ def image_settings(model: nn.Module, *, eval_size: int | None = None, for_tests:
     }
 
 
-def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str, Any], source: str = "") -> Any:
+def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str, Any]) -> Any:
     """Return the model with `tensors`, except for the classifier if it is absent or has another number of classes.
-
-    Args:
-        source: the file of the tensors, beside which the preprocessing may be described.
 
     Raises:
         RuntimeError: the tensors do not fit, see `_misfits`; with the same number of classes all of them must.
@@ -291,7 +273,7 @@ def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str
     # A copy, since timm removes the classifier from it.
     overlay = {"state_dict": dict(tensors), "num_classes": num_trained, "source": "timm"}
     model = timm.create_model(name, pretrained=True, num_classes=num_classes, pretrained_cfg_overlay=overlay, **kwargs)
-    model.pretrained_cfg.update(preprocessing_beside(source), state_dict=None)
+    model.pretrained_cfg.update(state_dict=None)
     return model
 
 

@@ -45,14 +45,17 @@ def teacher_file(tmp_path: Path) -> tuple[str, nn.Module]:
     return str(path), teacher
 
 
-@pytest.mark.parametrize("described", [False, True])
-def test_the_teacher_sees_the_images_as_it_was_trained(teacher_file: tuple[str, nn.Module], described: bool) -> None:
-    """As timm's model was, or as the description beside its weights says."""
+@pytest.mark.parametrize("described_by", ["timm", "export", "run"])
+def test_the_teacher_sees_the_images_as_it_was_trained(teacher_file: tuple[str, nn.Module], described_by: str) -> None:
+    """As timm's model was, or as the config.json beside its weights says."""
     path, teacher = teacher_file
-    if described:
-        teacher.pretrained_cfg.update(mean=[0.5, 0.25, 0.75], std=[0.1, 0.2, 0.3])
-        own = {name: teacher.pretrained_cfg[name] for name in ("mean", "std")}
-        Path(path).with_name("config.json").write_text(json.dumps({"pretrained_cfg": own}))
+    if described_by != "timm":
+        own = {"mean": [0.5, 0.25, 0.75], "std": [0.1, 0.2, 0.3]}
+        teacher.pretrained_cfg.update(own)
+        pixels = tuple(tuple(255 * value for value in own[name]) for name in ("mean", "std"))
+        run = config_with(LossConfig()).replace({"data.normalise": pixels})
+        described = run.to_json() if described_by == "run" else json.dumps({"pretrained_cfg": own})
+        Path(path).with_name("config.json").write_text(described)
     settings = LossConfig(distillation="hard", distillation_weight=1.0, teacher="test_resnet", teacher_weights=path)
     ours = Teacher(config_with(settings), CLASSES, torch.device("cpu"))
     pixels = torch.rand(4, 3, 32, 32)

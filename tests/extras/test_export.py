@@ -19,11 +19,12 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import ExifTags, Image, ImageOps
 from safetensors.torch import load_file
+from timm.data import create_transform, resolve_data_config
 
 import dali_train
 from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import RunDirectory
-from dali_train.checkpoint.trained_model import load_trained
+from dali_train.checkpoint.trained_model import input_config, load_trained
 from dali_train.cli import main
 from dali_train.data.convert.image import upright
 from dali_train.errors import ConfigError
@@ -33,6 +34,8 @@ from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.status import read_events
 from dali_train.text import shell_command
 from dali_train.training.model import build_model
+from dali_train.training.pretrained import image_settings
+from tests.config.test_config import PLAIN
 from tests.conftest import REPOSITORY, TINY_CONFIG, jpeg, photograph
 from tests.convert.files import EPS
 from tests.helpers import events, write_run
@@ -94,6 +97,17 @@ def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: py
     assert preprocessing["class_names"] == model.pretrained_cfg["label_names"]
 
 
+def test_timm_resizes_to_the_same_size() -> None:
+    """It divides by the crop share and rounds down: 224 / (224 / 354) is 353.99999999999994."""
+    for size, resized in ((224, 256), (224, 224), (64, 99), (224, 354), (256, 372)):
+        config = PLAIN.replace({"data.eval_size": size, "data.eval_resize_to": resized})
+        model: Any = timm.create_model("test_resnet")
+        model.pretrained_cfg = input_config(model, config, ("a",))
+        assert image_settings(model)["eval_resize_to"] == resized
+        resize = create_transform(**resolve_data_config({}, model=model)).transforms[0]
+        assert resize.size == resized
+
+
 def test_a_card_has_the_commands_that_led_to_its_weights(tmp_path: Path) -> None:
     """A start that ended before its first checkpoint led to nothing, nor has one after the weights were saved."""
     starts = [(0, "a killed one"), (0, "train"), (7, "train"), (9, "train --more"), (11, "train"), (20, "too late")]
@@ -143,7 +157,7 @@ def test_weights_are_evaluated_without_a_run(
         assert (
             "images: 32 pixels of the short side at 36 (crop share 0.889), bilinear, mean 127.5, 127.5, 127.5" in output
         )
-        assert "note: timm's vit_tiny_patch16_224 has images" not in output and loss_of(output) == expected
+        assert "warning: data." not in output and loss_of(output) == expected
     digits = ["eval", "--config", str(REPOSITORY / "configs" / "digits.py")]
     digits += ["--data.root", load_trained(finished).config.data.root]
     digits += ["--model.weights", f"local-dir:{tmp_path / 'out'}", "--precision.dtype", "fp32"]

@@ -368,12 +368,15 @@ def test_a_plan_says_what_fits(tiny_config: Path, tmp_path: Path, capsys: pytest
         assert main([*config, *words]) == 2 and message in capsys.readouterr().err
     assert main([*config, "--data.normalise", "127.5,127.5,127.5", "50,50,50"]) == 0
     printed = capsys.readouterr().out
-    assert "timm's vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.normalise has (50, 50, 50)" in printed
+    different = (
+        "data.normalise is 127.5,127.5,127.5 50,50,50, and timm's vit_tiny_patch16_224 was trained with inception"
+    )
+    assert f"{different}: fine for random initial weights, wrong for pretrained ones" in printed
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3}}))
     words = ["--data.normalise", "127.5,127.5,127.5", "50,50,50", "--model.weights", str(tmp_path / "w.safetensors")]
     save_file(build_model(load_config(tiny_config), 5, torch.device("cpu")).state_dict(), words[-1])
     assert main([*config, *words]) == 0
-    assert f"config.json beside {words[-1]} has std (63.75, 63.75, 63.75), data." in capsys.readouterr().out
+    assert f"model.weights {words[-1]} was trained with 127.5,127.5,127.5 63.75,63.75,63.75" in capsys.readouterr().out
 
 
 def test_pure_half_precision_has_no_exceptions(tiny_config: Path) -> None:

@@ -34,6 +34,7 @@ from PIL import Image
 from torch import nn
 
 from dali_train.checkpoint.format import CheckpointError, ranks_without_shared_disk
+from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config, DataConfig, HooksConfig, ParallelConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
@@ -47,7 +48,7 @@ from dali_train.extras.cost.speed import half_precision, measured_peak
 from dali_train.extras.doctor.decoding import LOG_VARIABLE, decoder_in_log
 from dali_train.extras.doctor.findings import Finding, table
 from dali_train.extras.doctor.surroundings import home, network, temporary_files
-from dali_train.extras.plan.forecast import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
+from dali_train.extras.plan.forecast import describe_largest_micro_batch, forecast
 from dali_train.files import NO_DIRECTORY_FSYNC, NO_SYMLINKS, NoLocksError, try_lock
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import DIMENSIONS, make_mesh
@@ -57,7 +58,7 @@ from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.training.build import build_loader, fit_to_ranks, prepare
 from dali_train.training.cost import data_sheet_peak, measure_largest_product
-from dali_train.training.model import compare_with_timm, describe_parameters
+from dali_train.training.model import describe_parameters
 
 SLOW_DISK_MB_S = 100.0  # ViT-B/16 with LAMB's moments is 1 GB: 10 s a checkpoint
 _DECODING_LIMIT_S = 180
@@ -307,13 +308,13 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         model, memory, ranks = forecast(config, layout, num_classes)
     except (ConfigError, CheckpointError) as error:
         return [*findings, Finding("model", "fail", str(error), "see the message")], None
-    differences = compare_with_timm(model, config)
+    differences = differences_from_training(config, model, "train_size")
     name = (
         f"{config.model.name}: {describe_parameters(model)}, takes {config.data.train_size} and "
         f"{config.data.eval_size} px"
     )
     findings.append(Finding("model", "pass", name))
-    findings += [Finding("model", "warn", difference, FINE_WHEN_DRAWN) for difference in differences]
+    findings += [Finding("model", "warn", *difference) for difference in differences]
     if device.type == "cuda" and layout is not None and config.batch.num_micro_batches >= layout.data_size:
         device_bytes = torch.cuda.get_device_properties(device).total_memory
         mine = ranks[layout.pipeline_rank].memory

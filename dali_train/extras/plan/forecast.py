@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dali_train.checkpoint.trained_model import check_weights
+from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.config import BatchConfig, Config, DataConfig
 from dali_train.config.check import as_typed, close_names
 from dali_train.config.config import SETTINGS
@@ -39,7 +40,6 @@ from dali_train.training.cost import GPUS, Gpu, data_sheet_peak, flops_per_image
 from dali_train.training.model import (
     build_model,
     check_sizes,
-    compare_with_timm,
     describe_parameters,
     repeated_blocks,
 )
@@ -50,7 +50,6 @@ from dali_train.training.schedule import describe_peak, learning_rate
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
 IMAGENET_IMAGE_BYTES = 110e3
 NUM_IMAGES = "--num-images"
-FINE_WHEN_DRAWN = "fine for random initial weights, wrong for pretrained ones"
 
 
 def print_plan(
@@ -98,8 +97,8 @@ def print_plan(
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for line in _class_weights(config):
         print(textwrap.fill(line, 120, subsequent_indent=" " * 15))
-    for difference in compare_with_timm(model, config):
-        print(f"               {difference}: {FINE_WHEN_DRAWN}")
+    for difference in differences_from_training(config, model, "train_size"):
+        print(f"               {difference}")
     if not weights_exist:
         print(f"weights        {config.model.weights} does not exist yet, so nobody knows whether it fits the model")
     arguments = resolved_arguments(make_optimizer(model, config.optimizer))

@@ -20,7 +20,8 @@ import timm
 from timm.data import resolve_data_config
 from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
 
-from dali_train.config import Config
+from dali_train.checkpoint.trained_on import differences_from_training
+from dali_train.config import Config, load_config
 from dali_train.config.augment_spec import parse_augment
 from dali_train.config.config import SETTINGS
 from dali_train.config.sections import NORMALISATIONS
@@ -552,6 +553,9 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
     )
     if note:
         print(note)
+    config = load_config(output)
+    for difference in differences_from_training(config) if config.model.weights is not None else []:
+        print(f"warning: {difference}")
     if translation.lost:
         print("not translated:")
     for said, reason in translation.lost.items():
