@@ -209,6 +209,7 @@ def test_broken_files(tmp_path: Path) -> None:
     [
         (SAMPLE[:1], None, ":a/1", "has 1 image and 0 .cls files: there must be one of each side by side"),
         (SAMPLE[1:], None, ":a/1", "has 0 images and 1 .cls file"),
+        (SAMPLE[:1], None, ":a/1", "; of class folders, unpack it with `tar xf` and name their directory"),
         ([*SAMPLE, ("a/1.png", b"")], None, ":a/1", "has 2 images and 1 .cls file"),
         ([SAMPLE[0], ("b/2.jpg", b""), SAMPLE[1]], None, ":a/1", "has 1 image and 0 .cls files"),
         ([SAMPLE[0], ("a/1.json", b"{}")], None, ":a/1", "name the field of a KEY.json with --label-key"),

@@ -136,7 +136,7 @@ def _samples_of_key(
                 f"{printable_name(f'{archive.path}:{stem}')}: has {there}: there must be one of each side by side, as "
                 f"KEY.jpg and KEY{ending} (there is {others or 'nothing else'}, and images are {_KINDS}); write the "
                 "tar anew, or name the field of a KEY.json with --label-key, or a file of the names in KEY.txt with "
-                "--class-names; `dali-train data convert folder --train` reads a tar of class folders"
+                "--class-names; of class folders, unpack it with `tar xf` and name their directory"
             )
         start = len(key) if has_sample else len(stem)
         for file in rest:
