@@ -249,6 +249,7 @@ def test_a_config_with_weights(model: str, optimizer: str, photos: Path, tmp_pat
     assert config.run.epochs == 20
     assert config.optimizer.groups == ((("fc.*", 10, 1),) if optimizer == "sgd" else ())
     assert config.model.freeze == (("batch-norm",) if optimizer == "sgd" else ())
+    assert config.optimizer.clip_grad_norm == 1.0
     write_config(str(tmp_path / "index"), tmp_path / "short.py", weights=str(file), gpu_memory_gb=16, epochs=3)
     config = load_config(tmp_path / "short.py")
     assert (config.run.epochs, config.schedule.warmup_epochs, config.run.eval_every_epochs) == (3, 0, 1)

@@ -286,7 +286,7 @@ def _optimizer(choice: _Choice) -> str:
         scale_lr="linear",
         groups=({groups.rstrip()}),
         weight_decay=5e-4,
-        clip_grad_norm=None,
+        clip_grad_norm=1.0,  # without it a few steps can be too long for a probe's classifier
     ),"""
     if choice.has_batch_norm:
         return """# The usual learning rate of ResNets for a batch of 256 images; it is scaled to the batch below.
