@@ -61,14 +61,12 @@ def launch_environments(ranks: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-class Ranks:
-    """All ranks of one command as processes of their own, which end with its exit status."""
+class Forked:
+    """A function on all ranks, in processes of their own; it gets the variables of its rank, and `arguments`."""
 
-    def __init__(self, arguments: list[str], ranks: int, log: Path, extra: dict[str, str] | None = None) -> None:
-        self.log = log
+    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
         self._processes = [
-            FORK.Process(target=_rank, args=(arguments, environment | (extra or {}), log))
-            for environment in launch_environments(ranks)
+            FORK.Process(target=function, args=(environment, *arguments)) for environment in launch_environments(ranks)
         ]
         for process in self._processes:
             process.start()
@@ -94,9 +92,17 @@ class Ranks:
         return [process.exitcode for process in self._processes]
 
 
-def _rank(arguments: list[str], environment: dict[str, str], log: Path) -> None:
-    os.environ.update(environment)
-    _print_into(log)
+class Ranks(Forked):
+    """All ranks of one command as processes of their own, which end with its exit status."""
+
+    def __init__(self, arguments: list[str], ranks: int, log: Path, extra: dict[str, str] | None = None) -> None:
+        self.log = log
+        super().__init__(_rank, (extra or {}, arguments, log), ranks)
+
+
+def _rank(environment: dict[str, str], extra: dict[str, str], arguments: list[str], log: Path) -> None:
+    os.environ.update(environment | extra)
+    print_into(log)
     sys.exit(command(arguments))
 
 
@@ -106,7 +112,7 @@ def in_environment(environment: dict[str, str], function: Callable[..., Any], *a
     return function(*arguments)
 
 
-def _print_into(log: Path) -> None:
+def print_into(log: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -207,7 +213,7 @@ def _serve(jobs: Connection) -> None:
         except EOFError:
             return
         os.environ.update(extra)
-        _print_into(log)
+        print_into(log)
         status = _call(target, arguments)
         os.environ.clear()
         os.environ.update(environment)

@@ -1,55 +1,27 @@
 """tools/yours: this project's row of the table, and how images are counted."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.ranks import FORK, TIMEOUT_S, launch_environments
+from tests.ranks import Forked, print_into
 from tools.yours import train_loader
 from tools.yours.counting import KILLED_IN, NUM_IMAGES, Counts, Line, Start, count, kill, resume, write_images
 
 
-class Forked:
-    """A script on forked processes, which do not import torch and DALI for seconds each."""
-
-    def __init__(self, script: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:
-        self._processes = [
-            FORK.Process(target=_run, args=(environment, script, arguments))
-            for environment in launch_environments(processes)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def running(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        self.wait()
-
-    def wait(self) -> list[int | None]:
-        for process in self._processes:
-            process.join(TIMEOUT_S)
-        return [process.exitcode for process in self._processes]
-
-
-def _run(environment: dict[str, str], script: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _script(environment: dict[str, str], images: Path, work: Path) -> None:
     os.environ.update(environment)
-    output = os.open(arguments[-1] / "output", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    script(*arguments)
+    print_into(work / "output")
+    train_loader.main(images, work)
 
 
 def test_no_image_twice_or_never_with_the_train_loader(tmp_path: Path) -> None:
+    """The script's processes are forked, which saves them importing torch and DALI for seconds each."""
     write_images(tmp_path / "images")
 
     def run(start: Start, work: Path) -> Forked:
-        return Forked(train_loader.main, (tmp_path / "images", work), start.processes)
+        return Forked(_script, (tmp_path / "images", work), start.processes)
 
     killed = tmp_path / "killed"
     killed.mkdir()
