@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from dali_train.runtime.object_store import is_remote
 from dali_train.training.model import build_model
 from dali_train.training.model_arguments import is_model
 from dali_train.training.pretrained import weights_that_fit
+from dali_train.training.weight_files import Tensors
 
 Weights = Literal["raw", "ema"]
 """The trained weights, or their moving average."""
@@ -163,21 +165,21 @@ def record_of(checkpoint: Checkpoint, weights: Weights) -> dict[str, str]:
     return {"record": checkpoint.values.record, "digest": weights_digest(tensors)}
 
 
-def check_weights(model: ModelConfig, num_classes: int) -> None:
-    """Check that model.weights can be read and fit the model; nothing is fetched.
+def fitting_weights(model: ModelConfig, num_classes: int, class_names: Sequence[str] = ()) -> Tensors | None:
+    """Return model.weights, which fit the model; None if there are none, or they are timm's: nothing is fetched.
+
+    Args:
+        class_names: of the dataset, where they are known, see `first_weights`.
 
     Raises:
-        ConfigError, CheckpointError: they do not.
+        ConfigError, CheckpointError: they cannot be read, or do not fit.
     """
-    if model.weights is not None:
-        weights_that_fit(
-            model.name,
-            model.weights,
-            num_classes,
-            model.kwargs,
-            field="model.weights",
-            tensors=first_weights(model, ()),  # the number of classes is known here, not their names
-        )
+    if model.weights is None:
+        return None
+    tensors = first_weights(model, class_names)
+    return weights_that_fit(
+        model.name, model.weights, num_classes, model.kwargs, field="model.weights", tensors=tensors
+    )
 
 
 def write_model(run_dir: Path, step: int) -> Path:

@@ -108,9 +108,11 @@ def trained_on(name: str, weights: str | None, cfg: Mapping[str, Any] | None = N
     """
     cfg = cfg or _cfg(name)
     if weights is not None:
-        described = description_beside(weights).get("pretrained_cfg")
-        of_file = _of_cfg({**cfg, **described}, "its config.json") if isinstance(described, dict) else None
-        if (known := _of_run(weights) or of_file) is not None:
+        description = description_beside(weights)
+        if (known := _of_run(weights, description)) is not None:
+            return known
+        own = description.get("pretrained_cfg")
+        if isinstance(own, dict) and (known := _of_cfg({**cfg, **own}, "its config.json")) is not None:
             return known
         if ":" in weights and cfg.get("source") == "hf-hub":
             return _of_cfg(cfg, "its config.json")
@@ -119,15 +121,19 @@ def trained_on(name: str, weights: str | None, cfg: Mapping[str, Any] | None = N
     return _of_cfg(cfg, f"timm's {name}", is_assumed=True)
 
 
-def _of_run(weights: str) -> TrainedOn | None:
-    """Return what the run tells that wrote `weights`, a run, a checkpoint or model.safetensors; None: no run did."""
+def _of_run(weights: str, description: Mapping[str, Any]) -> TrainedOn | None:
+    """Return what the run tells that wrote `weights`, a run, a checkpoint or model.safetensors; None: no run did.
+
+    Args:
+        description: of `description_beside`.
+    """
     path = Path(weights)
     with suppress(ConfigError, CheckpointError, OSError):  # whoever reads the weights says so
         if is_path(weights) and path.is_dir():
             recipe = CheckpointManifest.read(named_checkpoint(path, "model.weights")).values.recipe
             values = [value_in(recipe, f"data.{name}") for name in ("mean", "std", "interpolation")]
             return _of_values(*values, source="its run's recipe")
-        if isinstance(description_beside(weights).get("data"), dict):  # a run's config.json
+        if isinstance(description.get("data"), dict):  # a run's config.json
             data = RunDirectory(path.parent).config.data
             return _of_values(data.mean, data.std, data.interpolation, source="its run's config.json")
     return None

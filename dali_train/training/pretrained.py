@@ -24,8 +24,9 @@ _MAX_DESCRIPTION_BYTES = 1 << 28  # of a config.json, which may have a million c
 LOCAL_DIRECTORY = "local-dir:"
 """timm's prefix for a directory with config.json and model.safetensors."""
 ALL_BUT_HEAD = "all-but-head"
-BATCH_NORM = "batch-norm"
 """In model.freeze: all weights except the classifier's, or the classifiers', if there are several."""
+BATCH_NORM = "batch-norm"
+"""In model.freeze: those of all BatchNorms."""
 
 
 def is_path(weights: str) -> bool:

@@ -7,8 +7,8 @@ IMAGES has train/ and val/ with class folders. For each number and seed, so many
 `fit` is run with its defaults. The plain loops then train for as many epochs on the same images, and are what one would
 write with torch, torchvision and timm: random crops and flips, a new classifier of zeros, a cosine with an epoch of
 warmup, and one optimizer, rate and mode of BatchNorm of a grid each. `logistic` is scikit-learn's regression on
-features of torchvision's transforms, its strength chosen by cross-validation. The file gets a line per run, and the
-same command goes on where it was interrupted.
+features of torchvision's transforms, its strength chosen by cross-validation. The file gets a line for each when all
+have run on a draw; the same command goes on with the draw that was interrupted.
 """
 
 import argparse
@@ -89,11 +89,6 @@ class Images:
     weights: Path
     config: Config
 
-    @property
-    def mean_and_std(self) -> tuple[list[float], list[float]]:
-        data = self.config.data
-        return [value / 255 for value in data.mean], [value / 255 for value in data.std]
-
     def training(self) -> ImageFolder:
         size = self.config.data.train_size
         return self._split(
@@ -109,7 +104,8 @@ class Images:
         )
 
     def _split(self, name: str, *steps: Any) -> ImageFolder:
-        normalise = transforms.Normalize(*self.mean_and_std)
+        mean, std = ([value / 255 for value in values] for values in (self.config.data.mean, self.config.data.std))
+        normalise = transforms.Normalize(mean, std)
         return ImageFolder(self.root / name, transforms.Compose([*steps, transforms.ToTensor(), normalise]))
 
     def network(self) -> torch.nn.Module:
@@ -128,7 +124,6 @@ def plain_loop(images: Images, plain: Plain, seed: int) -> Result:
     """Train for as many epochs as `fit`, and return the accuracy after the last."""
     begin = time.perf_counter()
     torch.manual_seed(seed)
-    random.seed(seed)
     model = images.network()
     optimizer = _OPTIMIZERS[plain.optimizer](model.parameters(), lr=plain.lr)
     batches = DataLoader(images.training(), _BATCH, shuffle=True, drop_last=len(images.training()) >= _BATCH)

@@ -70,12 +70,11 @@ def webdataset(options: Namespace, within: Within = where_it_lies) -> Sources:
     Raises:
         SourceError: a damaged tar, a sample without image or label or with two, or a label that cannot be.
     """
-
     sets = LabelSets(options.class_names)
-
-    endings = [".json"] if options.label_key is not None else [".cls", ".txt"] if options.class_names else [".cls"]
-
     first: dict[str, Path] = {}  # directory of the files of a name with the word of a split
+    endings = [".cls"] if options.label_key is None else [".json"]
+    if options.label_key is None and options.class_names is not None:
+        endings.append(".txt")
 
     def list_tar(path: Path) -> Listed:
         if split_word(path.name) is not None:

@@ -41,13 +41,8 @@ from dali_train.files import sha256
 from dali_train.text import plural, shortened
 
 _log = logging.getLogger(__name__)
-_BETWEEN = (
-    "images",
-    "image",
-    "imgs",
-    "img",
-    "data",
-)  # folders between that of a split and its class folders, in any case
+_BETWEEN = {"images", "image", "imgs", "img", "data"}
+"""Folders between that of a split and its class folders, in any case."""
 _MOST_NAMED = 5  # classes in a message
 _MOST_LETTERS = 100  # of a name in a message
 _TABLE = (
@@ -194,10 +189,12 @@ def _in_images(container: Container, splits: Collection[str]) -> dict[str, str]:
     """Return the splits' folders that have nothing but a folder ``images`` with the class folders -> this one, and say
     so."""
     deeper = {}
+    is_archive = not isinstance(container, Directory)
+    names = [entry.name for entry in container.walk(folders=True) if isinstance(entry, Image)] if is_archive else []
     for split in sorted(splits):
-        folders_there, has_images = _contents(container, split)
+        folders_there, has_images = _contents(container, names, split)
         for folder in folders_there if len(folders_there) == 1 and not has_images else ():
-            classes, has_images = _contents(container, f"{split}/{folder}")
+            classes, has_images = _contents(container, names, f"{split}/{folder}")
             if folder.casefold() in _BETWEEN and classes and not has_images:
                 deeper[split] = f"{split}/{folder}"
     if deeper:
@@ -205,12 +202,15 @@ def _in_images(container: Container, splits: Collection[str]) -> dict[str, str]:
     return deeper
 
 
-def _contents(container: Container, folder: str) -> tuple[set[str], bool]:
-    """Return the folders in a folder of a container, and whether there are images."""
+def _contents(container: Container, names: Sequence[str], folder: str) -> tuple[set[str], bool]:
+    """Return the folders in a folder of a container, and whether there are images.
+
+    Args:
+        names: of an archive's files and folders; not used of a directory.
+    """
     if isinstance(container, Directory):
         folders, images = folders_and_images(container.path / folder)
         return {*folders}, bool(images)
-    names = [entry.name for entry in container.walk(folders=True) if isinstance(entry, Image)]
     below = [name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/")]
     images_there = (name for name in below if "/" not in name and PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES)
     return {name.partition("/")[0] for name in below if "/" in name}, any(images_there)

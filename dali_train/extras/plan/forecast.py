@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dali_train.checkpoint.trained_model import check_weights
+from dali_train.checkpoint.trained_model import fitting_weights
 from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.config import BatchConfig, Config, DataConfig
 from dali_train.config.check import as_typed, close_names
@@ -151,7 +151,7 @@ def forecast(
     model = build_model(config, num_classes, torch.device("meta"))
     check_sizes(model, config)
     if checks_weights:
-        check_weights(config.model, num_classes)
+        fitting_weights(config.model, num_classes)
     memory = estimate_memory(config, model)
     return model, memory, describe_ranks(model, config, layout, memory) if layout is not None else []
 

@@ -21,10 +21,9 @@ from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from dali_train.checkpoint.state import first_weights
-from dali_train.checkpoint.trained_model import input_config, with_plain_model
+from dali_train.checkpoint.trained_model import fitting_weights, input_config, with_plain_model
 from dali_train.checkpoint.trained_on import differences_from_training
-from dali_train.config import Config, ModelConfig, ParallelConfig
+from dali_train.config import Config, ParallelConfig
 from dali_train.data.convert.sources import held_out
 from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.loading.loader import EvalLoader
@@ -40,8 +39,7 @@ from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import choose_device
 from dali_train.text import plural, printable
 from dali_train.training.model import build_model
-from dali_train.training.pretrained import classifiers, num_classes_of, weights_that_fit
-from dali_train.training.weight_files import Tensors
+from dali_train.training.pretrained import classifiers, num_classes_of
 
 _MOST_IMAGES = 20_000  # to fit to: more take the regression minutes
 _STRENGTHS = 10.0 ** np.arange(-4, 3)  # C of scikit-learn, for features of variance 1
@@ -74,7 +72,7 @@ def probe(config: Config, output: Path | None) -> str:
     if len(np.unique(train.rows["label"][chosen])) < 2:
         raise ConfigError("all training images are of one class: a classifier needs two")
     place = Place.find(0, 1, None, choose_device(config.run.device, Launch()), config.data.num_threads)
-    tensors = _tensors_of(config.model, train)
+    tensors = fitting_weights(config.model, train.num_classes, train.manifest.class_names)
     config = with_plain_model(config).replace({"precision.dtype": "fp32"})
     model = build_model(config, train.num_classes, place.device, with_weights=True, tensors=tensors).eval()
     for difference in differences_from_training(config, model):
@@ -97,13 +95,6 @@ def probe(config: Config, output: Path | None) -> str:
         layer.bias.copy_(torch.from_numpy(bias))
     _write(model, config, train, output, {"top1": top1, "num_images": len(validation), "num_fitted": len(chosen)})
     return f"{text}\n{printable(str(output))}: the network with this classifier"
-
-
-def _tensors_of(model: ModelConfig, train: Split) -> Tensors | None:
-    tensors = first_weights(model, train.manifest.class_names)
-    return weights_that_fit(
-        model.name, model.weights or "", train.num_classes, model.kwargs, field="model.weights", tensors=tensors
-    )
 
 
 def _classifier(model: nn.Module, name: str) -> nn.Linear:
