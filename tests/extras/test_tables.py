@@ -31,6 +31,7 @@ from tests.convert.files import (
     write_validation_archive,
 )
 
+PAGE = (REPOSITORY / "docs" / "your-dataset.md").read_text()
 CLASSES = ("n01440764", "n01443537")
 Labels = dict[str, str]  # an image's name -> its class, or its classes with a comma between
 
@@ -204,6 +205,29 @@ def pets(root: Path) -> None:
     put(root / "pets", [], {"trainval.txt": "".join(f"Abyssinian_{n} {1 + n % 2} 1 1\n" for n in range(4))})
 
 
+def food(root: Path) -> None:
+    put(root / "food-101", of_classes("images/{c}/{c}{n}.jpg", count=3))
+    lists = {"train": of_classes("{c}/{c}{n}\n"), "test": [f"{name}/{name}2\n" for name in CLASSES]}
+    put(root / "food-101", [], {f"{split}.txt": "".join(lines) for split, lines in lists.items()})
+
+
+def textures(root: Path) -> None:
+    put(root / "dtd", of_classes("images/{c}/{c} {n}.jpg", count=3))
+    for number, split in enumerate(("train", "val", "test")):
+        put(root / "dtd", [], {f"{split}1.txt": "".join(f"{name}/{name} {number}.jpg\n" for name in CLASSES)})
+
+
+def birds(root: Path) -> None:
+    root = root / "CUB_200_2011"
+    images = of_classes("{c}/{c}{n}.jpg")
+    put(root / "images", images)
+    rows = [(f"{number} {name}\n", f"{number} {number % 2}\n") for number, name in enumerate(images, 1)]
+    put(root, [], {"images.txt": "".join(row for row, _ in rows)})
+    put(root, [], {"train_test_split.txt": "".join(row for _, row in reversed(rows))})  # another order is right, too
+    (script,) = re.findall("```bash\n(.*?)```", PAGE, re.DOTALL)
+    subprocess.run(["bash", "-ec", script], cwd=root, check=True)
+
+
 def hubs_image_folder(root: Path) -> None:
     put(root / "photos", [f"{split}/{n:04d}.jpg" for split in ("train", "test") for n in range(3)])
     rows = [(f"{n:04d}.jpg", CLASSES[n % 2]) for n in range(3)]
@@ -257,6 +281,9 @@ DATASETS: dict[str, tuple[Callable[[Path], None], dict[str, int], dict[str, Labe
     "A Kaggle competition": (kaggles_competition, {"train": 2, "validation": 2}, {}),
     "HAM10000": (ham10000, {"train": 4}, {"train": {f"ISIC_{n}.jpg": "bkl" if n % 2 else "mel" for n in range(4)}}),
     "Oxford Pets": (pets, {"train": 4}, {"train": {f"Abyssinian_{n}.jpg": str(1 + n % 2) for n in range(4)}}),
+    "Food-101": (food, {"train": 4, "validation": 2}, {"validation": {f"{name}2.jpg": name for name in CLASSES}}),
+    "DTD": (textures, {"train": 2, "validation": 2}, {"validation": {f"{name} 1.jpg": name for name in CLASSES}}),
+    "CUB-200": (birds, {"train": 2, "validation": 2}, {"train": {f"{name}0.jpg": name for name in CLASSES}}),
     "An image folder of the Hub": (
         hubs_image_folder,
         {"train": 3, "validation": 3},
@@ -264,7 +291,7 @@ DATASETS: dict[str, tuple[Callable[[Path], None], dict[str, int], dict[str, Labe
     ),
     "fastai's tables": (fastais_table, {"train": 3, "validation": 2}, {"validation": {"3.png": "7", "4.png": "3"}}),
 }
-LINES = [line.split(" | ") for line in (REPOSITORY / "docs" / "your-dataset.md").read_text().splitlines()[6:]]
+LINES = [line.split(" | ") for line in PAGE.splitlines()[6:]]
 LINES = LINES[: next(number for number, line in enumerate(LINES) if len(line) < 3)]
 
 
@@ -474,6 +501,17 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "",
         "has a label of its own",
     ),
+    "files in folders": ("t.txt", "sub/c.jpg\nother/d.jpg\n", "", {"c.jpg": "sub", "d.jpg": "other"}),
+    "files in folders, with splits": (
+        "t.csv",
+        "file,split\nsub/c.jpg,train\nsub/d.jpg,val\n many/0.jpg,train\n",
+        "",
+        ({"c.jpg": "sub", "0.jpg": "many"}, {"d.jpg": "sub"}),
+    ),
+    "files in no folder": ("t.csv", "file,split\na.jpg,train\nsub/d.jpg,val\n", "", "not all of its files lie in"),
+    "files of one folder": ("t.txt", "many/0.jpg\nmany/1.jpg\n", "", "not all of its files lie in class folders"),
+    "files elsewhere": ("t.txt", "many/0.jpg\nmany/99\n", "", "put the table into the directory that holds them"),
+    "files alone, and --multi-hot": ("t.csv", "file\nmany/0.jpg\n", "--multi-hot", "has only files"),
     "a spreadsheet": ("t.xlsx", b"PK\3\4" + bytes(99), "", "save its table as CSV"),
     "an old spreadsheet": ("t.xls", b"\xd0\xcf\x11\xe0" + bytes(99), "", "save its table as CSV"),
     "nothing": ("t.csv", "", "", "has no rows"),
@@ -761,6 +799,28 @@ def test_tables_of_other_splits_are_named(tmp_path: Path, caplog: Any) -> None:
     assert cli.main(words) == 0
     assert labels(tmp_path / "index", "validation") == {"val.jpg": "cat"}
     assert "train.csv: beside it, and not read: test.csv" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("food-101", "divided by food-101/test.txt, food-101/train.txt: docs"),
+        ("food-101/images", "divided by test.txt, train.txt: docs"),
+        ("CUB_200_2011", "divided by CUB_200_2011/train_test_split.txt: docs"),
+    ],
+)
+def test_lists_that_may_divide_a_directory_are_named(source: str, message: str, tmp_path: Path, caplog: Any) -> None:
+    food(tmp_path)
+    birds(tmp_path)
+    cli.main(["data", "index", str(tmp_path / source), "--out", str(tmp_path / "index")])
+    assert message in caplog.text
+
+
+def test_a_list_of_files_has_a_validation_split_in_test(tmp_path: Path) -> None:
+    food(tmp_path)
+    assert has_validation(tmp_path / "food-101" / "train.txt")
+    (tmp_path / "food-101" / "test.txt").unlink()
+    assert not has_validation(tmp_path / "food-101" / "train.txt")
 
 
 NAMED = "file,label\na.jpg,cat\nb.jpg,dog\n"

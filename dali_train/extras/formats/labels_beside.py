@@ -33,8 +33,12 @@ from dali_train.extras.formats.table_reader import (
 from dali_train.text import plural
 
 _log = logging.getLogger(__name__)
+IMAGE_FOLDERS = {"images", "image", "imgs", "img", "data"}
+"""Folders between that of a dataset or a split and its class folders, in any case."""
+
 _MAX_TABLE_BYTES = 1 << 28
 _MOST_TABLES = 50  # that are tried in a directory
+_FEW_LISTS = 4  # that are named
 _MOST_LEVELS = 4  # of folders that hold a single one
 _OF_SPLITS = re.compile("partition|split|fold", re.IGNORECASE)
 _MOST_ROWS, _MOST_MISSES = 1000, 20  # that are compared with class folders
@@ -149,6 +153,34 @@ def warn_of_other_labels(root: Path, split: str) -> None:
                 " and ".join(sorted(labels[folder])[:2]),
                 folder,
             )
+
+
+def warn_of_lists(root: Path, classes: Collection[str]) -> None:
+    """Warn of files in and around a directory of class folders whose names say that they divide the images into splits,
+    as ``meta/train.txt``.
+
+    Args:
+        classes: the folders that are not looked into.
+    """
+    places = [root]
+    with suppress(OSError):  # somebody else's directory
+        places += [root / name for name in folders_in(root) if name not in classes]
+        if root.name.casefold() in IMAGE_FOLDERS:
+            places += [root.parent, *(root.parent / name for name in folders_in(root.parent) if name != root.name)]
+    lists = [path for place in places[:_MOST_TABLES] for path in tables_in(place) if _divides(path.stem)]
+    if lists:
+        shown = ", ".join(str(path.relative_to(root.parent)) for path in lists[:_FEW_LISTS])
+        _log.warning(
+            "%s: not read, though the images may be divided by %s%s: docs/your-dataset.md says how lists of splits are "
+            "read",
+            root,
+            shown,
+            ", ..." if len(lists) > _FEW_LISTS else "",
+        )
+
+
+def _divides(stem: str) -> bool:
+    return split_word(stem) is not None or _OF_SPLITS.search(stem) is not None
 
 
 def _images_in_one_folder(directory: Path) -> tuple[Path, set[str]]:

@@ -1,8 +1,8 @@
 """One reader for tables of image files and labels, however they are written.
 
 Text with a cell for each column, separated by commas, semicolons, tabs or bars, with or without a heading; lists of
-``FILE LABEL`` with a space between; JSON lines; JSON with a list of objects, or with ``images``, ``annotations`` and
-``categories`` as COCO and iNaturalist have them; Parquet without images.
+``FILE LABEL`` with a space between, or of files in class folders; JSON lines; JSON with a list of objects, or with
+``images``, ``annotations`` and ``categories`` as COCO and iNaturalist have them; Parquet without images.
 
 Python's csv reads the cells. pandas, polars and pyarrow.csv want to be told the separator and whether there is a
 heading, and csv.Sniffer takes any letter that is frequent for a separator: so both are decided here, by the first line.
@@ -92,9 +92,14 @@ class Columns:
     names: tuple[str, ...]  # "1", "2", ... without a heading
     has_heading: bool
     image: int
-    label: int | None  # None: `classes` say it
+    label: int | None  # None: `classes` say it, or the files' folders
     split: int | None
     classes: tuple[int, ...] = ()  # those of which each is a class
+
+    @property
+    def are_of_files_alone(self) -> bool:
+        """Whether nothing in the table but the files' folders can be their labels."""
+        return self.label is None and not self.classes
 
     @property
     def says_validation(self) -> bool:
@@ -105,6 +110,8 @@ class Columns:
         """Return which column is used for what, and which is not used."""
         used = {"files": self.image, "labels": self.label, "splits": self.split}
         texts = [f"{what} from {self.names[number]}" for what, number in used.items() if number is not None]
+        if self.are_of_files_alone:
+            texts.append("labels from their folders")
         if self.classes:
             texts.append(f"{len(self.classes)} classes from {', '.join(self.names[number] for number in self.classes)}")
         unused = {*range(len(self.names))} - {*used.values(), *self.classes}
@@ -123,7 +130,7 @@ def find_columns(
 ) -> Columns:
     """Return what the columns are: those of these names, else by the usual ones; without a heading, the first one of
     which a cell names a file, and the one after it. Where none has the labels, and of the others exactly one is 1 in
-    each row, these are the classes.
+    each row, these are the classes; where there are no others, the files' folders are.
 
     Args:
         multi_hot: every column of no other use is a class.
@@ -134,6 +141,8 @@ def find_columns(
     """
     plain = [plain_name(name) for name in table.columns]
     image = _find(table.columns, image_key, FILE_COLUMNS)
+    if image is None and len(table.columns) == 1 and re.search(r"[/\\]", table.columns[0]):
+        return _without_heading(table, 0, image_key, label_key)
     if image is None and len(table.columns) > 1:
         files = [number for number, cell in enumerate(table.columns) if is_file(cell)]
         if files:  # a number may be called as an image, but for its suffix
@@ -151,12 +160,14 @@ def find_columns(
     if not multi_hot:
         label = _find(table.columns, label_key, LABEL_COLUMNS, without=(image,))
         one_hot = Columns(table.columns, has_heading=True, image=image, label=None, split=split, classes=classes)
-        if label is None and label_key is None and not wrong and _is_one_hot(table, one_hot):
+        if label is None and label_key is None and not wrong and (not classes or _is_one_hot(table, one_hot)):
             return one_hot
         if label is None:
             raise _no_column(table, "--label-key", label_key, LABEL_COLUMNS)
         split = None if split == label else split
         return Columns(table.columns, has_heading=True, image=image, label=label, split=split)
+    if not classes:
+        raise SourceError(f"{table.path}: has only files, and --multi-hot takes a column for each class: add these")
     if wrong:
         raise SourceError(
             f"{table.path}: the column {wrong[0]} is no class, and --multi-hot takes every column for one but that of "
@@ -185,13 +196,14 @@ def _without_heading(table: Table, first: int, image_key: str | None, label_key:
                 f"{len(names)}"
             )
     image = names.index(image_key) if image_key is not None else first
+    label: int | None = None
     if label_key is not None:
         label = names.index(label_key)
     elif image + 1 < len(names):
         label = image + 1
     elif len(names) == 2:
         label = 0
-    else:
+    elif len(names) > 2:
         raise SourceError(
             f"{table.path}: has no heading, and {len(names) - 1} columns before that of the files: name that of the "
             f"labels with --label-key, 1 to {len(names) - 1}"
@@ -317,14 +329,14 @@ def _cells(lines: Iterable[str], separator: str, path: Path) -> Iterator[Row]:
         yield Row(f"{path}, line {reader.line_num}", cells)
 
 
-_FILE_NAME = re.compile(rf"(.+?(?:{'|'.join(map(re.escape, IMAGE_SUFFIXES))}))\s+(\S.*)", re.IGNORECASE)
+_FILE_NAME = re.compile(rf"(.+?(?:{'|'.join(map(re.escape, IMAGE_SUFFIXES))}))(?:\s+(\S.*))?", re.IGNORECASE)
 
 
 def _words(line: str) -> list[str]:
     """Return the cells of a line without a separator: a file, whose name may have spaces if it has a suffix, and a
     label, which may have them too, or several numbers."""
     match = _FILE_NAME.fullmatch(line.strip())
-    name, _, rest = (match[1], "", match[2]) if match else line.strip().partition(" ")
+    name, _, rest = (match[1], "", match[2] or "") if match else line.strip().partition(" ")
     numbers = rest.split()
     return [name, *(numbers if all(map(str.isdecimal, numbers)) else [rest.strip()])]
 

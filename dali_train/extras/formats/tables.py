@@ -6,7 +6,8 @@
     images/0001.jpg,cat,train
     images/0002.jpg,dog,val
 
-Instead of a column of labels there may be one for each class, with one 1 in each row.
+Instead of a column of labels there may be one for each class, with one 1 in each row; or the files' folders are the
+labels, as in Food-101's lists.
 
 With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or none, and an image several rows. With
 ``--multi-hot`` every other column is a class::
@@ -14,7 +15,8 @@ With ``--label-separator ";"`` a cell may have several labels, ``cat;dog``, or n
     file,cat,dog
     images/0001.jpg,1,0
 
-A table ``train.csv`` has the validation images in ``val.csv``, if that lies beside it.
+A table ``train.csv`` has the validation images in ``val.csv``, if that lies beside it; a list of files alone, which has
+no made-up labels, also in ``test.txt``.
 """
 
 import ast
@@ -24,7 +26,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from dali_train.data.convert.archives import Directory
 from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out
@@ -77,9 +79,9 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
     if options.label_separator is not None and options.multi_hot:
         raise SourceError("--label-separator with --multi-hot, whose columns are the classes: use one of them")
     reader = _Reader(options)
-    reader.read(path)
+    of_files_alone = reader.read(path).are_of_files_alone
     beside = _other_tables(path)
-    validation = _of_validation(path, beside)
+    validation = _of_validation(path, beside, of_files_alone)
     if validation and options.validation_fraction is None and all(row.split is None for row in reader.rows):
         if len(validation) > 1:
             both = " and ".join(other.name for other in validation)
@@ -87,7 +89,7 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
         reader.read(validation[0], "val")
     if unread := [other.name for other in beside if other not in reader.tables]:
         _log.warning("%s: beside it, and not read: %s", path.name, ", ".join(unread))
-    rows = _without_decimals(reader.rows)
+    rows = _with_folders_as_labels(path, reader.rows) if of_files_alone else _without_decimals(reader.rows)
     if all(row.split is None for row in rows) and (words := _split_folders(row.file for row in rows)):
         _log.warning("%s: splits from the folders %s", path.name, ", ".join(sorted(words)))
         rows = [replace(row, split=words[_top_folder(row.file)]) for row in rows]
@@ -122,7 +124,7 @@ def has_validation(path: Path, *, multi_hot: bool = False) -> bool:
         read = Table.open(path)
         columns = find_columns(read, multi_hot=multi_hot, is_file=ImageFinder(path.parent).has)
         if columns.split is None:
-            if _of_validation(path, _other_tables(path)):
+            if _of_validation(path, _other_tables(path), columns.are_of_files_alone):
                 return True
             finder, word = ImageFinder(path.parent), split_word(path.stem)
             found = (finder.find(row.cells[columns.image].strip(), row.where, word) for row in read.rows(columns))
@@ -143,11 +145,14 @@ def _split_folders(files: Iterable[str]) -> dict[str, SplitWord]:
     return words if folders == {*words} else {}
 
 
-def _of_validation(path: Path, others: Sequence[Path]) -> list[Path]:
-    """Return those of the other tables that are called as that of the training images, but for the word val."""
+def _of_validation(path: Path, others: Sequence[Path], of_files_alone: bool) -> list[Path]:
+    """Return those of the other tables that are called as that of the training images, but for the word val; for the
+    word test, if there are none and lists have nothing but files."""
     rest = path.suffix, without_split_words(path.stem)
     alike = [other for other in others if (other.suffix, without_split_words(other.stem)) == rest]
-    return [other for other in alike if split_word(other.stem) == "val"]
+    words = {other: split_word(other.stem) for other in alike}
+    split = "test" if of_files_alone and "val" not in words.values() else "val"
+    return [other for other, word in words.items() if word == split]
 
 
 def _other_tables(path: Path) -> list[Path]:
@@ -187,6 +192,20 @@ def _without_decimals(rows: list[_Row]) -> list[_Row]:
     return [replace(row, labels=[label.removesuffix(".0") for label in row.labels]) for row in rows]
 
 
+def _with_folders_as_labels(path: Path, rows: list[_Row]) -> list[_Row]:
+    """Return the rows labelled by their files' folders, below those that all have in common and those of splits. Raises
+    SourceError: these are all the same."""
+    folders = [PurePosixPath(row.file).parts[:-1] for row in rows]
+    differ = (number for number, parts in enumerate(zip(*folders, strict=False)) if len({*parts}) > 1)
+    num_common = next(differ, min(map(len, folders)))
+    below = [folder[num_common:] for folder in folders]
+    words = split_folders_among({folder[0] if folder else "" for folder in below})
+    labels = ["/".join(folder[1:] if folder and folder[0] in words else folder) for folder in below]
+    if not all(labels):
+        raise SourceError(f"{path}: has no labels, and not all of its files lie in class folders: add a column label")
+    return [replace(row, labels=[label]) for row, label in zip(rows, labels, strict=True)]
+
+
 class _Reader:
     """Reads the images of one or two tables."""
 
@@ -206,7 +225,7 @@ class _Reader:
     def rows(self) -> list[_Row]:
         return [*self._images.values()]
 
-    def read(self, path: Path, word: SplitWord | None = None) -> None:
+    def read(self, path: Path, word: SplitWord | None = None) -> Columns:
         """Read a table, whose images are all of one split if `word` names it. Raises SourceError: see `table`."""
         options, read = self._options, Table.open(path)
         self.tables[path] = sha256(path)
@@ -229,6 +248,7 @@ class _Reader:
                 self._add(self._image(row, columns, word), row.where)
         if len(self._images) == num_before:
             raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
+        return columns
 
     def _add(self, image: _Row, where: str) -> None:
         earlier = self._images.setdefault(image.file, image)
@@ -254,10 +274,10 @@ class _Reader:
         word = word or split_in(row, columns)
         name = row.cells[columns.image].strip()
         file, size = self._finder.find(name, row.where, word or self._word)
-        if columns.label is None:
-            labels = classes_in(row, columns)
-        else:
+        if columns.label is not None:
             labels = self._labels(label_in(row, columns), row, name)
+        else:
+            labels = classes_in(row, columns)
         return _Row(file, size, [label for label in labels if label], word)
 
     def _labels(self, text: str, row: Row, name: str) -> list[str]:

@@ -30,10 +30,12 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver
 from dali_train.extras.formats.labels_beside import (
+    IMAGE_FOLDERS,
     LabelsBeside,
     folders_and_images,
     labels_beside,
     refuse_shared,
+    warn_of_lists,
     warn_of_other_labels,
 )
 from dali_train.extras.formats.listing import seen
@@ -41,8 +43,6 @@ from dali_train.files import sha256
 from dali_train.text import plural, shortened
 
 _log = logging.getLogger(__name__)
-_BETWEEN = {"images", "image", "imgs", "img", "data"}
-"""Folders between that of a split and its class folders, in any case."""
 _MOST_NAMED = 5  # classes in a message
 _MOST_LETTERS = 100  # of a name in a message
 _TABLE = (
@@ -195,7 +195,7 @@ def _in_images(container: Container, splits: Collection[str]) -> dict[str, str]:
         folders_there, has_images = _contents(container, names, split)
         for folder in folders_there if len(folders_there) == 1 and not has_images else ():
             classes, has_images = _contents(container, names, f"{split}/{folder}")
-            if folder.casefold() in _BETWEEN and classes and not has_images:
+            if folder.casefold() in IMAGE_FOLDERS and classes and not has_images:
                 deeper[split] = f"{split}/{folder}"
     if deeper:
         _log.warning("%s: the class folders are those in %s", container.path, ", ".join(deeper.values()))
@@ -293,6 +293,8 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
     _warn_of_folders_below(container.path / files.folder, below, numbers)
     if isinstance(container, Directory) and beside is None and files.is_first:
         warn_of_other_labels(container.path, files.folder)
+        if not files.words:
+            warn_of_lists(container.path, numbers)
     empty = [folder for folder in folders_there if folder not in numbers]
     return _Listing(container.path / files.folder, listed, list(numbers), empty, deeper, leaves, beside)
 
