@@ -50,8 +50,9 @@ def num_images(sources: Sources) -> dict[str, int]:
 def test_keys_with_dots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """WebDataset ends a key at the first dot of the file's name; what has an image and a label there is a sample, and
     so is what has them up to its last dot."""
-    names = ["v1.0/img0", "2020.01.02-a", "2020.01.02-b", "photo.edited", "img1"]
+    names = ["2.image", "v1.0/img0", "2020.01.02-a", "2020.01.02-b", "photo.edited", "img1"]
     members = [(f"{name}.{ending}", JPEG if ending == "jpg" else b"1") for name in names for ending in ("jpg", "cls")]
+    members[1] = "2.label.cls", b"1"
     members += [("img1.seg.png", JPEG), ("img1.json", b"{}"), ("img1.edited.jpg", JPEG), ("readme", b"")]
     members += [("2020.01.02-c.JPG", JPEG), ("2020.01.02-c.txt", b""), ("2020.01.02-c.cls", b"0"), ("._x.jpg", b"")]
     write_tar(tmp_path / "0.tar", members)
@@ -71,7 +72,8 @@ def test_keys_with_dots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         ([("2020.01-a.cls", b"1"), ("2020.01-a.heic", b"")], None, r"0 images and 1 .cls file: .*there is .heic"),
         ([("1.avif", b""), ("1.json", b'{"label": 1}')], "label", r"0 images and 1 .json file: .*there is .avif"),
         ([("1.jpg", JPEG), ("1.txt", b"")], "label", "1 image and 0 .json files"),
-        ([("1.image.jpg", JPEG), ("1.label.cls", b"1")], None, ":1.image: has 1 image and 0 .cls files"),
+        ([("1.image.jpg", JPEG), ("1.a.png", JPEG), ("1.label.cls", b"1")], None, "1.image: has 1 image and 0 .cls"),
+        ([("2020.01.jpg", JPEG), ("2020.02.cls", b"1")], None, "2020.01: has 1 image and 0 .cls files"),
     ],
 )
 def test_half_a_sample_is_an_error(
@@ -206,7 +208,13 @@ def test_foreign_files_beside_tfrecords(
         "train": ["a.tfrecord", "b.tfrecord"],
         "validation": ["x-000001-of-000002", "x-000002-of-000002"],
     }
-    for words in ("1 .tfindex (Train)", "1 hidden (Train)", "1 .txt (valid)", "1 link to nothing", "1 in a test split"):
+    for words in (
+        "1 .tfindex (Train)",
+        "1 hidden (Train)",
+        "1 .txt (valid)",
+        "1 link to nothing",
+        "1 of the test split",
+    ):
         assert words in caplog.text
     (tmp_path / "valid" / "x-000001-of-000002").unlink()
     with pytest.raises(DatasetError, match="lacks 1 of 2 shards: 000001"):

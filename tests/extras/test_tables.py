@@ -30,6 +30,7 @@ from tests.convert.files import (
     write_training_archive,
     write_validation_archive,
 )
+from tests.dataset.test_index import write_records
 
 PAGE = (REPOSITORY / "docs" / "your-dataset.md").read_text()
 CLASSES = ("n01440764", "n01443537")
@@ -228,6 +229,14 @@ def birds(root: Path) -> None:
     subprocess.run(["bash", "-ec", script], cwd=root, check=True)
 
 
+def tensorflow_datasets(root: Path) -> None:
+    root = root / "cifar10" / "3.0.2"
+    for split, count in (("train", 4), ("test", 2)):
+        images = [{"image": (small_photograph(n), "byte"), "label": (n % 2, "int")} for n in range(count)]
+        write_records(root / f"cifar10-{split}.tfrecord-00000-of-00001", images)
+    put(root, [], {"label.labels.txt": "airplane\nautomobile\n", "dataset_info.json": "{}"})
+
+
 def hubs_image_folder(root: Path) -> None:
     put(root / "photos", [f"{split}/{n:04d}.jpg" for split in ("train", "test") for n in range(3)])
     rows = [(f"{n:04d}.jpg", CLASSES[n % 2]) for n in range(3)]
@@ -284,6 +293,7 @@ DATASETS: dict[str, tuple[Callable[[Path], None], dict[str, int], dict[str, Labe
     "Food-101": (food, {"train": 4, "validation": 2}, {"validation": {f"{name}2.jpg": name for name in CLASSES}}),
     "DTD": (textures, {"train": 2, "validation": 2}, {"validation": {f"{name} 1.jpg": name for name in CLASSES}}),
     "CUB-200": (birds, {"train": 2, "validation": 2}, {"train": {f"{name}0.jpg": name for name in CLASSES}}),
+    "TensorFlow Datasets": (tensorflow_datasets, {"train": 4, "validation": 2}, {}),
     "An image folder of the Hub": (
         hubs_image_folder,
         {"train": 3, "validation": 3},

@@ -190,21 +190,25 @@ class Fit:
         yield Step(["export", str(out)], (out / "export" / "timm" / "README.md").exists)
 
     def _indexed(self) -> list[str]:
-        """Return the options that read the labels, and those that divide the source, unless it has a validation
-        split."""
+        """Return the options that read the labels, and those that divide the source, unless its own splits are used."""
         fraction, source = self._options.validation_fraction, self._options.source
         words = []
         for name, value in self._of_index.items():
             if value is not None and name != "validation_fraction":
                 words.append(_option(name) if value is True else f"{_option(name)}={value}")
-        if fraction is None and not is_remote(source) and self._has_validation(Path(source)):
+        has_splits = not is_remote(source) and self._has_splits(Path(source))
+        if fraction is None and has_splits:
             return words
         return [*words, "--validation-fraction", f"{_FRACTION if fraction is None else fraction:g}"]
 
-    def _has_validation(self, source: Path) -> bool:
-        """Return whether the source has a validation split of its own: by folders' names, or in a table's column."""
+    def _has_splits(self, source: Path) -> bool:
+        """Return whether the source has a validation split of its own, by folders' names or in a table's column, or is
+        of TFRecords, which are not divided."""
+        kind = in_place(source)
+        if kind is None:
+            return True
         if not source.is_dir():
-            return in_place(source) == "table" and has_validation(source, multi_hot=self._of_index["multi_hot"])
+            return kind == "table" and has_validation(source, multi_hot=self._of_index["multi_hot"])
         folders = split_folders_among(folders_in(images_root(source)))
         return "validation" in splits_of_words([*folders.values()]).values()
 

@@ -91,7 +91,8 @@ def _samples_of_tar(
 
     WebDataset's key ends at the first dot, and ``KEY.seg.png`` beside ``KEY.jpg`` is one more file of the sample. Of
     keys that have dots themselves, such as ``2020.01.02-a.jpg``, an image and a label with the same name up to the
-    last dot make a sample. An image or a label that then has no other is an error.
+    last dot make a sample; where a key has no others, also ``KEY.image.jpg`` and ``KEY.label.cls``. An image or a label
+    that then has no other is an error.
     """
     passed_over: list[PassedOver] = []
 
@@ -104,11 +105,15 @@ def _samples_of_tar(
 
     for key, group in groupby(files(), key=_webdataset_key):
         by_stem: dict[str, list[Image]] = {}
-        for file in group:
+        members = [*group]
+        for file in members:
             by_stem.setdefault(_stem(file), []).append(file)
-        there = {_suffix(file) for files_here in by_stem.values() for file in files_here}
+        there = {_suffix(file) for file in members}
         has_image = not there.isdisjoint(IMAGE_SUFFIXES)  # else KEY.txt is a readme
         ending = next((ending for ending in endings if has_image and ending in there), endings[0])
+        parts = [file for file in members if _suffix(file) in (*IMAGE_SUFFIXES, ending)]
+        if len(parts) == 2 and all(_PART.fullmatch(_stem(file).removeprefix(key)) for file in parts):
+            by_stem = {key: members}
         yield from _samples_of_key(archive, key, by_stem, ending, label_key, sets)
     yield from passed_over
 
@@ -140,6 +145,11 @@ def _samples_of_key(
         start = len(key) if has_sample else len(stem)
         for file in rest:
             yield PassedOver(archive.path.name, file.name[start:].lower() or "without suffix")
+
+
+_PART = re.compile(
+    r"(\.[a-z_]+)?", re.IGNORECASE
+)  # of a name, between the key and the suffix: letters alone are no date
 
 
 def _webdataset_key(file: Image) -> str:

@@ -32,7 +32,7 @@ def add_index_action(actions: Actions) -> None:
         "Class folders, ImageNet's archives, WebDataset's tars and MDS that is not compressed are read in place: the "
         "index, in OUT, is all that is written, and no image is copied. Images have the order that `convert` gives "
         "them, so that a run gets the same losses. After an interruption the same command resumes. TFRecords are in "
-        "DATASET/train and DATASET/validation (or val), or are DATASET/train-* and DATASET/validation-* (or val-*); in "
+        "DATASET/train and DATASET/validation (or val, else test), or are DATASET/*train* and DATASET/*validation*; in "
         "a bucket they are in DATASET/train and DATASET/validation. Files outside OUT/train and OUT/validation are "
         "linked there."
     )

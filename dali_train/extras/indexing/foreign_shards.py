@@ -22,13 +22,23 @@ from dali_train.data.dataset.manifest import (
     SPLITS,
     Manifest,
     SplitName,
+    SplitWord,
     check_name,
     index_path,
     read_class_names,
     split_of_folder,
+    split_word,
+    splits_of_words,
 )
 from dali_train.data.dataset.packed_files import not_a_directory
-from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_missing, warn_passed_over
+from dali_train.data.dataset.passed_over import (
+    HIDDEN,
+    TEST_SPLIT,
+    PassedOver,
+    is_hidden,
+    warn_missing,
+    warn_passed_over,
+)
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.data.dataset.write_index import (
     DEFAULT_FEATURES,
@@ -269,14 +279,13 @@ def _shown(text: str) -> str:
     return repr(shortened(printable(text), 60))
 
 
-# The folders of a split, or the beginnings of its files' names where all lie in one folder, are called by this.
-_WORDS: dict[SplitName, str] = {"train": "train", "validation": "val"}
 _NUMBERED_SHARD = re.compile(r"-(\d+)-of-(\d+)(?:\.tfrec(?:ord)?s?)?$", re.IGNORECASE)
 
 
 def find_splits(root: Path) -> dict[SplitName, list[Path]]:
-    """Find the shards of each split in order, in ``ROOT/train`` and ``ROOT/validation`` or ``ROOT/val``, or as
-    ``ROOT/train-*`` and ``ROOT/validation-*`` or ``ROOT/val-*``. Files of others are passed over, with a warning.
+    """Find the shards of each split in order, in ``ROOT/train`` and ``ROOT/validation``, ``ROOT/val`` or, where there
+    is neither, ``ROOT/test``; or as ``ROOT/train-*`` and so on; or as ``ROOT/NAME-train.tfrecord-*`` and so on, as
+    TensorFlow Datasets has them. Files of others are passed over, with a warning.
 
     Raises:
         DatasetError: no shards, a name that is not UTF-8, the same split in two places, or `_in_order`'s errors.
@@ -292,17 +301,21 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
         path for path in _files(root, Counter()) if _NUMBERED_SHARD.search(path.name) or "tfrec" in path.name.lower()
     ]
     folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
+    candidates: dict[SplitWord, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    for folder in folders:
+        if word := split_of_folder(folder.name):
+            candidates[word][str(folder)] = _only_shards(folder, passed_over)
+    for path in flat:
+        if word := split_word(path.name):
+            names = (path.name[:length] for length in range(len(path.name)))
+            begin = next(name for name in names if split_word(name) == word)  # of another dataset it is another
+            candidates[word][str(root / f"{begin}*")].append(path)
+        else:
+            passed_over[PassedOver(root.name, "of no split")] += 1
+    there = {word for word, places in candidates.items() if any(places.values())}
     splits: dict[SplitName, list[Path]] = {}
-    for split, word in _WORDS.items():
-        candidates: dict[str, list[Path]] = defaultdict(list)
-        for folder in folders:
-            if split_of_folder(folder.name) == word:
-                candidates[str(folder)] = _only_shards(folder, passed_over)
-        for path in flat:
-            prefix, dash, _ = path.name.partition("-")
-            if dash and split_of_folder(prefix) == word:
-                candidates[str(root / f"{prefix}-*")].append(path)
-        locations = {location: paths for location, paths in candidates.items() if paths}
+    for word, split in splits_of_words(there).items():
+        locations = {location: paths for location, paths in candidates.pop(word).items() if paths}
         # An earlier run may have left a hard link to the same file.
         if len({frozenset(path.resolve() for path in paths) for paths in locations.values()}) > 1:
             raise DatasetError(f"{root}: the {split} split is in {' and in '.join(locations)}: keep one of them")
@@ -312,9 +325,8 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
                 check_name(path.name)
             if with_records := _with_records(location, _in_order(location, paths, passed_over), passed_over):
                 splits[split] = with_records
-    for folder in folders:
-        if splits and split_of_folder(folder.name) == "test":
-            passed_over[PassedOver(folder.name, "in a test split, which is not read")] += len(_files(folder, Counter()))
+    for places in candidates.values():
+        passed_over[PassedOver("", TEST_SPLIT)] += sum(map(len, places.values()))
     warn_passed_over(root, +passed_over)
     if not splits:
         expected = f"expected TFRecord files in {root}/train or {root}/validation, or as {root}/train-*"
