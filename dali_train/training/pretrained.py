@@ -1,6 +1,7 @@
 """Pretrained weights, and which of them stay frozen."""
 
 import fnmatch
+import logging
 import math
 import re
 import warnings
@@ -17,9 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dali_train.config.check import close_names
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json
+from dali_train.text import plural, printable
 from dali_train.training.model_arguments import build_on_meta, check_name
 from dali_train.training.weight_files import SUFFIXES, Tensors, is_timms_hub_name, read_weights
 
+_log = logging.getLogger("dali_train")
 _MAX_DESCRIPTION_BYTES = 1 << 28  # of a config.json, which may have a million class names
 LOCAL_DIRECTORY = "local-dir:"
 """timm's prefix for a directory with config.json and model.safetensors."""
@@ -143,10 +146,45 @@ def weights_that_fit(
 
 
 def read_weights_of(name: str, weights: str, num_classes: int, kwargs: dict[str, Any], field: str) -> Tensors:
-    """Return the tensors of the model `name` in a file, see `read_weights`."""
+    """Return the tensors of the model `name` in a file, see `read_weights`, by timm's names, if timm knows the file's.
+
+    Raises:
+        ConfigError: see `read_weights`, or the file has other names, which timm does not know.
+    """
     check_name(name, field)
     own = build_on_meta(name, num_classes, kwargs).state_dict()
-    return read_weights(weights, field, own.keys(), _classifiers_of(name))
+    tensors = read_weights(weights, field, own.keys(), _classifiers_of(name))
+    decoder = [key for key in tensors if key.startswith("decoder") and key not in own]
+    if decoder:
+        _log.info("%s: without the decoder of %s (%s)", field, weights, plural(len(decoder), "tensor"))
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in decoder}
+    heads = tuple(f"{classifier}." for classifier in _classifiers_of(name))
+    if timm.get_pretrained_cfg(name) is None or all(key in tensors or key.startswith(heads) for key in own):
+        return tensors
+    try:
+        return _by_timms_names(tensors, name, num_classes, kwargs)
+    except Exception as error:  # whatever a file with other names makes of timm's functions
+        if _misfits(str(error)) and own.keys() & tensors.keys():
+            return tensors  # the caller lists what does not fit
+        shown = ", ".join(printable(key) for key in list(tensors)[:3])
+        raise ConfigError(
+            f"{field}: {weights} has other names than timm's {name} ({shown}, ...), and timm does not translate them: "
+            f"set {_chosen_by(field)} to the architecture of these weights, or give them timm's names"
+        ) from error
+
+
+def _by_timms_names(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str, Any]) -> Tensors:
+    """Return the tensors by the names of the model `name`: timm translates those of DINOv2, OpenCLIP, ConvNeXt's
+    authors and others when it loads them, by a function of each architecture. Raises RuntimeError: they do not fit."""
+    shapes = {key: tensor.to("meta") for key, tensor in tensors.items()}
+    num_trained = num_classes
+    try:
+        _check_all_fit(lambda: _load_into(shapes, name, num_classes, num_classes, kwargs))
+    except RuntimeError as error:
+        heads = "|".join(map(re.escape, _classifiers_of(name)))
+        trained = re.search(rf"size mismatch for (?:{heads})\.weight: .*?Size\(\[(\d+)", str(error))
+        num_trained = int(trained[1]) if trained else 0  # without a classifier
+    return dict(_load_into(tensors, name, num_trained, num_trained, kwargs).state_dict())
 
 
 def _check_all_fit(create: Callable[[], Any]) -> None:
@@ -173,11 +211,15 @@ def _misfit(error: Exception, weights: str, name: str, kwargs: dict[str, Any], f
             "reached, use a file of weights"
         )
     more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
-    chosen = "model.name and model.kwargs" if field.startswith("model") else field
     return ConfigError(
-        f"{field}: {weights} does not fit {name} with {kwargs}: {'; '.join(misfits[:3])}{more}. Set {chosen} to the "
-        "architecture of these weights, or use other weights"
+        f"{field}: {weights} does not fit {name} with {kwargs}: {'; '.join(misfits[:3])}{more}. Set "
+        f"{_chosen_by(field)} to the architecture of these weights, or use other weights"
     )
+
+
+def _chosen_by(field: str) -> str:
+    """Return what sets the architecture, where `field` sets the weights."""
+    return "model.name and model.kwargs" if field.startswith("model") else field
 
 
 def description_beside(weights: str) -> dict[str, Any]:
@@ -271,6 +313,11 @@ def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str
     num_trained = num_classes_of(name, tensors)
     if num_trained is None:  # 0 classes are others than the model's, so that timm leaves its classifier as it is
         num_trained = 0 if _classifiers_of(name) else num_classes
+    return _load_into(tensors, name, num_classes, num_trained, kwargs)
+
+
+def _load_into(tensors: Tensors, name: str, num_classes: int, num_trained: int, kwargs: dict[str, Any]) -> Any:
+    """Return timm's model with `tensors`, without their classifier if `num_trained`, its classes, are others."""
     # A copy, since timm removes the classifier from it.
     overlay = {"state_dict": dict(tensors), "num_classes": num_trained, "source": "timm"}
     model = timm.create_model(name, pretrained=True, num_classes=num_classes, pretrained_cfg_overlay=overlay, **kwargs)

@@ -176,7 +176,7 @@ def test_weights_to_evaluate_name_what_does_not_fit(
     torch.save(timm.create_model("test_resnet", num_classes=4).state_dict(), tmp_path / "four.pth")
     for arguments, message in (
         ([str(tmp_path)], f"model.weights: {tmp_path} has no newest checkpoint"),
-        ([str(tmp_path / "four.pth")], "four.pth does not fit vit_tiny_patch16_224"),
+        ([str(tmp_path / "four.pth")], "four.pth has other names than timm's vit_tiny_patch16_224"),
         (
             [str(tmp_path / "four.pth"), "--model.name", "test_resnet", "--model.kwargs", "{}"],
             "four.pth has 4 classes, the dataset 5: use weights trained on these",
@@ -194,10 +194,13 @@ def test_weights_to_evaluate_name_what_does_not_fit(
         with pytest.raises(ConfigError, match=r"does not fit .*: (blocks.2.\S+ absent there; ){2}.* and 9 more"):
             build_model(deeper, num_classes, torch.device("cpu"), with_weights=True)
     assert main(["plan", *words[1:], str(tmp_path / "four.pth")]) == 2
-    assert "four.pth does not fit vit_tiny_patch16_224" in capsys.readouterr().err
+    assert "four.pth has other names than timm's vit_tiny_patch16_224" in capsys.readouterr().err
     config = load_trained(finished).config.replace({"model.weights": str(tmp_path / "four.pth")})
     findings, _ = model_and_batch(config, discover(LaunchOptions()), torch.device("cpu"))  # of the doctor
-    assert findings[-1].verdict == "fail" and "four.pth does not fit vit_tiny_patch16_224" in findings[-1].text
+    assert (
+        findings[-1].verdict == "fail"
+        and "four.pth has other names than timm's vit_tiny_patch16_224" in findings[-1].text
+    )
 
 
 def test_torch_reads_what_was_exported(finished: Path) -> None:

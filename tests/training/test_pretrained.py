@@ -1,6 +1,7 @@
 """Trained weights to begin with, frozen weights, and the project's own small model."""
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,11 @@ def test_weights_that_do_not_fit_are_refused(weights: tuple[str, dict[str, torch
             build_model(config(**settings), 5, CPU, with_weights=True)
 
 
-def test_another_architecture_is_three_names_and_a_count(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+def test_another_architecture_is_refused_with_three_names(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
     """Whatever the number of classes: timm alone would load nothing for others, and say nothing."""
     for num_classes in (5, 3):
         settings = config(name="test_resnet", kwargs={}, weights=weights[0])
-        message = (
-            r"does not fit test_resnet with {}: (\S+ absent there; ){2}\S+ absent there and \d+ more. Set model.name"
-        )
+        message = r"has other names than timm's test_resnet \((\S+, ){3}\.\.\.\), and .*: set model.name"
         with pytest.raises(ConfigError, match=message):
             build_model(settings, num_classes, CPU, with_weights=True)
 
@@ -185,6 +184,80 @@ def test_weights_come_from_other_trainers(weights: tuple[str, dict[str, torch.Te
     torch.save(prefixed("net.", expected | {"blocks.2.norm1.weight": torch.ones(32)}), tmp_path / "deeper.pth")
     with pytest.raises(ConfigError, match=r"does not fit .*: blocks\.2\.norm1\.weight absent here\. Set model\.name"):
         build_model(config(weights=str(tmp_path / "deeper.pth")), 5, CPU, with_weights=True)
+
+
+CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)}
+
+
+def as_facebook_names_it(name: str) -> str:
+    """Of ConvNeXt: https://github.com/facebookresearch/ConvNeXt/blob/main/models/convnext.py."""
+    name = re.sub(
+        r"stages\.(\d)\.(?:downsample\.|blocks\.(\d))",
+        lambda match: f"downsample_layers.{match[1]}." if match[2] is None else f"stages.{match[1]}.{match[2]}",
+        name,
+    )
+    for ours, theirs in (("stem.", "downsample_layers.0."), ("conv_dw", "dwconv"), ("mlp.fc", "pwconv")):
+        name = name.replace(ours, theirs)
+    return name.replace("head.norm", "norm").replace("head.fc", "head")
+
+
+def as_clip_names_it(name: str) -> str:
+    """Of its vision transformer: https://github.com/openai/CLIP/blob/main/clip/model.py."""
+    for ours, theirs in (
+        ("cls_token", "class_embedding"),
+        ("pos_embed", "positional_embedding"),
+        ("patch_embed.proj", "conv1"),
+        ("norm_pre", "ln_pre"),
+        ("blocks.", "transformer.resblocks."),
+        (".norm", ".ln_"),
+        ("norm.", "ln_post."),
+        ("attn.qkv.", "attn.in_proj_"),
+        ("attn.proj", "attn.out_proj"),
+        ("mlp.fc1", "mlp.c_fc"),
+        ("mlp.fc2", "mlp.c_proj"),
+    ):
+        name = name.replace(ours, theirs)
+    return f"visual.{name}"
+
+
+def test_timm_translates_other_names(tmp_path: Path) -> None:
+    """Whatever classes the file has, which are known only then; what timm cannot translate is refused."""
+    torch.manual_seed(7)
+    file = str(tmp_path / "weights.pth")
+    convnext = timm.create_model("convnext_tiny", num_classes=7, **CONVNEXT).state_dict()
+    torch.save({"model": {as_facebook_names_it(name): tensor for name, tensor in convnext.items()}}, file)
+    settings = config(name="convnext_tiny", kwargs=CONVNEXT, weights=file)
+    for num_classes in (7, 3):
+        model = build_model(settings, num_classes, CPU, with_weights=True).state_dict()
+        equal = {name for name, tensor in convnext.items() if torch.equal(model[name], tensor)}
+        assert convnext.keys() - equal == (set() if num_classes == 7 else {"head.fc.weight", "head.fc.bias"})
+
+    clip = timm.create_model("vit_base_patch32_clip_224", num_classes=0, **VIT).state_dict()
+    visual = {as_clip_names_it(name): tensor for name, tensor in clip.items()}
+    visual["visual.class_embedding"] = visual["visual.class_embedding"][0, 0]
+    visual["visual.positional_embedding"] = visual["visual.positional_embedding"][0]
+    text = {
+        "visual.proj": torch.ones(32, 11),
+        "token_embedding.weight": torch.ones(9, 9),
+        "logit_scale": torch.ones(()),
+    }
+    torch.save(visual | text, file)
+    settings = config(name="vit_base_patch32_clip_224", weights=file)
+    model = build_model(settings, 3, CPU, with_weights=True).state_dict()
+    assert all(torch.equal(model[name], tensor) for name, tensor in clip.items()) and not model["head.weight"].any()
+
+    body = timm.create_model("vit_tiny_patch16_224", num_classes=0, **VIT).state_dict()
+    decoder = {"mask_token": torch.ones(1, 1, 32), "decoder_blocks.0.norm1.weight": torch.ones(32)}
+    torch.save({"model": body | decoder}, file)  # MAE's, of its pretraining
+    model = build_model(config(weights=file), 3, CPU, with_weights=True).state_dict()
+    assert all(torch.equal(model[name], tensor) for name, tensor in body.items())
+
+    for name in ("swin_tiny_patch4_window7_224", "convnext_tiny", "efficientnet_b0"):  # torchvision's have such names
+        torch.save(
+            {"features.0.0.weight": torch.ones(8, 3, 4, 4), "features.1.0.block.3.weight": torch.ones(8, 8)}, file
+        )
+        with pytest.raises(ConfigError, match=rf"has other names than timm's {name} \(features\.0\.0\.weight, "):
+            build_model(config(name=name, kwargs={}, weights=file), 3, CPU, with_weights=True)
 
 
 def test_a_file_may_have_the_name_of_a_model(
