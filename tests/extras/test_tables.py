@@ -587,6 +587,14 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         True,
         "the class folders are those in train/images, val/images",
     ),
+    "splits in folders of their own name": (
+        [
+            *("seg_train/seg_train/cat/1.jpg", "seg_train/seg_train/dog/2.jpg"),
+            *("seg_test/seg_test/cat/3.jpg", "seg_test/seg_test/dog/4.jpg"),
+        ],
+        True,
+        "the class folders are those in seg_test/seg_test, seg_train/seg_train",
+    ),
     "of one split alone": (
         ["train/Images/cat/1.jpg", "train/Images/dog/2.jpg", "val/cat/3.jpg", "val/dog/4.jpg"],
         True,
@@ -606,7 +614,7 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
     "classes a level deeper": (
         ["images/cat/1.jpg", "images/dog/2.jpg", "parts/parts.txt"],
         False,
-        "if these are the classes, name images instead",
+        "photos/images instead (of an archive",
     ),
 }
 
@@ -811,9 +819,19 @@ def test_tables_of_other_splits_are_named(tmp_path: Path, caplog: Any) -> None:
     assert "train.csv: beside it, and not read: test.csv" in caplog.text
 
 
+def test_a_directory_without_splits_takes_a_table_of_training_images(tmp_path: Path) -> None:
+    """ISIC's."""
+    put(tmp_path / "isic", [f"Training_Input/Input/{n}.jpg" for n in range(2)])
+    put(tmp_path / "isic", [], {"Training_Truth.csv": "image,mole,wart\n0,1.0,0.0\n1,0.0,1.0\n"})
+    put(tmp_path / "isic", [], {"Training_Patients.csv": "image,age\n0,55\n1,70\n"})
+    assert cli.main(["data", "index", str(tmp_path / "isic"), "--out", str(tmp_path / "index")]) == 0
+    assert labels(tmp_path / "index", "train") == {"0.jpg": "mole", "1.jpg": "wart"}
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("dogs/Images", "divided by test_list.mat, train_list.mat: docs"),
         ("food-101", "divided by food-101/test.txt, food-101/train.txt: docs"),
         ("food-101/images", "divided by test.txt, train.txt: docs"),
         ("CUB_200_2011", "divided by CUB_200_2011/train_test_split.txt: docs"),
@@ -822,6 +840,7 @@ def test_tables_of_other_splits_are_named(tmp_path: Path, caplog: Any) -> None:
 def test_lists_that_may_divide_a_directory_are_named(source: str, message: str, tmp_path: Path, caplog: Any) -> None:
     food(tmp_path)
     birds(tmp_path)
+    put(tmp_path / "dogs", of_classes("Images/{c}/{n}.jpg"), {"train_list.mat": "", "test_list.mat": ""})
     cli.main(["data", "index", str(tmp_path / source), "--out", str(tmp_path / "index")])
     assert message in caplog.text
 

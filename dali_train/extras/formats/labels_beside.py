@@ -15,7 +15,7 @@ from itertools import chain, combinations, islice
 from pathlib import Path, PurePosixPath
 
 from dali_train.data.convert.archives import folders_in
-from dali_train.data.convert.datasets import KAGGLES_IMAGENET
+from dali_train.data.convert.datasets import KAGGLES_IMAGENET, TABLE_ENDINGS
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SplitWord, split_of_folder, split_word
@@ -58,8 +58,8 @@ class LabelsBeside:
             return self.by_name[path.name]
         except KeyError:
             raise SourceError(
-                f"{path}: has no row in {self.table}, which has the labels of the images beside it: add one, or move "
-                "the image away"
+                f"{path}: has no row in {self.table}, which has the labels of the images beside it: add one, move the "
+                "image away, or name the table instead of the directory"
             ) from None
 
 
@@ -167,7 +167,10 @@ def warn_of_lists(root: Path, classes: Collection[str]) -> None:
         places += [root / name for name in folders_in(root) if name not in classes]
         if root.name.casefold() in IMAGE_FOLDERS:
             places += [root.parent, *(root.parent / name for name in folders_in(root.parent) if name != root.name)]
-    lists = [path for place in places[:_MOST_TABLES] for path in tables_in(place) if _divides(path.stem)]
+    lists = [path for place in places[:_MOST_TABLES] for path in tables_in(place, (*TABLE_ENDINGS, ".mat"))]
+    words = {path: split_word(path.stem) for path in lists}
+    has_several = len({*words.values()} - {None}) > 1
+    lists = [path for path in lists if _OF_SPLITS.search(path.stem) or (has_several and words[path])]
     if lists:
         shown = ", ".join(str(path.relative_to(root.parent)) for path in lists[:_FEW_LISTS])
         _log.warning(
@@ -177,10 +180,6 @@ def warn_of_lists(root: Path, classes: Collection[str]) -> None:
             shown,
             ", ..." if len(lists) > _FEW_LISTS else "",
         )
-
-
-def _divides(stem: str) -> bool:
-    return split_word(stem) is not None or _OF_SPLITS.search(stem) is not None
 
 
 def _images_in_one_folder(directory: Path) -> tuple[Path, set[str]]:
@@ -208,13 +207,13 @@ def folders_and_images(directory: Path) -> tuple[list[str], set[str]]:
 
 
 def _tables_in(place: Path, word: SplitWord | None) -> list[Path]:
-    """Return the files in a directory that may have the labels of a split: not those of another split, and not Kaggle's
-    sample of a submission, whose labels are made up."""
+    """Return the files in a directory that may have the labels of a split, or of images that are not divided: not those
+    of another split, and not Kaggle's sample of a submission, whose labels are made up."""
     tables = [
         path
         for path in tables_in(place)
         if not is_hidden(path.name)
-        and split_word(path.stem) in (None, word)
+        and split_word(path.stem) in (None, word or "train")
         and "submission" not in path.name.lower()
         and path.is_file()
         and path.stat().st_size <= _MAX_TABLE_BYTES

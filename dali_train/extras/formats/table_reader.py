@@ -49,11 +49,11 @@ _NO_CLASSES = ("", "id", "index", "fold", "kfold", "istest", "istrain")
 """Columns that are no classes, if every other column is one."""
 
 
-def tables_in(directory: Path) -> list[Path]:
+def tables_in(directory: Path, endings: tuple[str, ...] = TABLE_ENDINGS) -> list[Path]:
     """Return the files in a directory that are called as tables, sorted; none if it cannot be read."""
     names: list[str] = []
     with suppress(OSError), os.scandir(directory) as entries:  # of a million images: a Path for each takes far longer
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(TABLE_ENDINGS))
+        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(endings))
     return [directory / name for name in names]
 
 

@@ -186,8 +186,8 @@ def _list_splits(
 
 
 def _in_images(container: Container, splits: Collection[str]) -> dict[str, str]:
-    """Return the splits' folders that have nothing but a folder ``images`` with the class folders -> this one, and say
-    so."""
+    """Return the splits' folders that have nothing but a folder ``images``, or one of their own name as archives of
+    Kaggle have, with the class folders -> this one, and say so."""
     deeper = {}
     is_archive = not isinstance(container, Directory)
     names = [entry.name for entry in container.walk(folders=True) if isinstance(entry, Image)] if is_archive else []
@@ -195,7 +195,7 @@ def _in_images(container: Container, splits: Collection[str]) -> dict[str, str]:
         folders_there, has_images = _contents(container, names, split)
         for folder in folders_there if len(folders_there) == 1 and not has_images else ():
             classes, has_images = _contents(container, names, f"{split}/{folder}")
-            if folder.casefold() in IMAGE_FOLDERS and classes and not has_images:
+            if (folder.casefold() in IMAGE_FOLDERS or folder == split) and classes and not has_images:
                 deeper[split] = f"{split}/{folder}"
     if deeper:
         _log.warning("%s: the class folders are those in %s", container.path, ", ".join(deeper.values()))
@@ -361,8 +361,8 @@ def _refuse_other_level(listing: _Listing) -> None:
         images = "all images" if len(nested) == len(listing.leaves) else "images"
         raise SourceError(
             f"{listing.path} has one class folder, {shortened(printable_name(first[0]), _MOST_LETTERS)}, and {images} "
-            f"in {len(nested):,} folders below it: if these are the classes, name {shown} instead (of an archive once "
-            "it is unpacked); if not, list the one class in a file for --class-names"
+            f"in {len(nested):,} folders below it: if these are the classes, name {listing.path}/{shown} instead (of "
+            "an archive once it is unpacked); if not, list the one class in a file for --class-names"
         )
     below: dict[str, set[str]] = {}
     for name, folder in listing.deeper:
