@@ -147,9 +147,8 @@ def _samples_of_key(
             yield PassedOver(archive.path.name, file.name[start:].lower() or "without suffix")
 
 
-_PART = re.compile(
-    r"(\.[a-z_]+)?", re.IGNORECASE
-)  # of a name, between the key and the suffix: letters alone are no date
+# Of a name, between the key and the suffix: what has digits may be a part of the key, such as a date.
+_PART = re.compile(r"(\.[a-z_]+)?", re.IGNORECASE)
 
 
 def _webdataset_key(file: Image) -> str:

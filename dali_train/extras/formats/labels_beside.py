@@ -40,7 +40,7 @@ _MAX_TABLE_BYTES = 1 << 28
 _MOST_TABLES = 50  # that are tried in a directory
 _FEW_LISTS = 4  # that are named
 _MOST_LEVELS = 4  # of folders that hold a single one
-_OF_SPLITS = re.compile("partition|split|fold", re.IGNORECASE)
+_OF_SPLITS = re.compile("partition|split|folds?(?![a-z])", re.IGNORECASE)
 _MOST_ROWS, _MOST_MISSES = 1000, 20  # that are compared with class folders
 _MOST_JSON_BYTES = 1 << 24  # of what is read whole, for a warning alone
 
