@@ -376,7 +376,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
     arguments = ["folder", "--train", str(folder), "--train-shards", "3", "--out", str(out)]
     assert end_of(start_convert(arguments, log, fill_disk)) == 1
     assert (
-        "cannot write any more (File too large). What is finished is kept: make space and start the same "
+        "allows (File too large). What is finished is kept: raise the limit and start the same "
         "command again" in log.read_text()
     )
     assert "Traceback" not in log.read_text()

@@ -519,11 +519,11 @@ def test_where_files_of_parquet_lie(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folders", "classes"),
     [
-        (["split=train/label=7", "split=train/label=10", "split=test/label=10"], [[10, 7], [10]]),
-        (["label=dog", "label=cat"], [[0, 1]]),
+        (["split=train/label=7", "split=train/label=10", "split=test/label=10"], [["10", "7"], ["10"]]),
+        (["label=dog", "label=cat"], [["cat", "dog"]]),
     ],
 )
-def test_labels_in_the_names_of_folders(folders: list[str], classes: list[list[int]], tmp_path: Path) -> None:
+def test_labels_in_the_names_of_folders(folders: list[str], classes: list[list[str]], tmp_path: Path) -> None:
     """The command that is said makes them readable."""
     pytest.importorskip("pandas")
     for number, folder in enumerate(folders):
@@ -534,8 +534,15 @@ def test_labels_in_the_names_of_folders(folders: list[str], classes: list[list[i
     command = error.split("`")[1].replace("python3", sys.executable, 1)
     (new := tmp_path / "new").mkdir()
     subprocess.run(command, shell=True, cwd=new, check=True)
-    splits, _ = load("parquet", new)
-    assert [splits[split].labels.tolist() for split in splits] == classes
+    splits, names = load("parquet", new)
+    assert [[names[label] for label in splits[split].labels] for split in splits] == classes
+
+
+def test_a_table_of_delta_lake_is_refused(tmp_path: Path) -> None:
+    """Its directory also holds files with rows that were replaced."""
+    (tmp_path / "_delta_log").mkdir()
+    parquet.write_table(table([0, 1]), tmp_path / "part-0.parquet")
+    assert "is a table of Delta Lake, whose log says which of its files are valid" in error_of("parquet", tmp_path)
 
 
 def test_columns_of_parquet_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -357,7 +357,7 @@ def test_classes_without_images_are_refused_by_name(
     assert "but ant (1 .avif), bee (empty)" in error(train, validation)
     (tars := tmp_path / "tars").mkdir()
     packed(train / "ant").rename(tars / "ant.tar")
-    assert "(there are files .tar): unpack each archive into a folder of its class" in error(tars)
+    assert "(there are files .tar): unpack each archive, into a folder of its class if it has" in error(tars)
 
 
 def test_a_folder_around_the_class_folders(tmp_path: Path) -> None:

@@ -479,6 +479,11 @@ def test_what_cannot_be_indexed_in_place(
     nameless = tmp_path / "nameless" / "train" / "ant" / "1"
     nameless.parent.mkdir(parents=True)
     nameless.write_bytes(small_photograph(1))
+    write_tar(tmp_path / "shards" / "a.tar", [("1.jpg", small_photograph(1)), ("1.cls", b"0")])
+    write_tar(tmp_path / "shards" / "b.tar.gz", [("2.jpg", small_photograph(2)), ("2.cls", b"1")], mode="w:gz")
+    for name in ("repository/data/train-00000.parquet", "phone/beach/1.HEIC"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
     (tmp_path / "parquet").mkdir()
     (tmp_path / "parquet" / "train-00000.parquet").touch()
     (tmp_path / "arrow").mkdir()
@@ -502,6 +507,9 @@ def test_what_cannot_be_indexed_in_place(
         ((other / "thesis.tex", *out), "thesis.tex: is a file that is not indexed: name a directory, a tar (.tar) or"),
         ((f"{in_bucket}/images", *out), "holds single images, and a request for each would be slow"),
         ((other, *out), "photos.zip is a zip archive: unpack it: `unzip "),
+        ((tmp_path / "shards", *out), "b.tar.gz: is compressed with gzip: unpack it: `gunzip "),
+        ((tmp_path / "repository", *out), "it holds files of parquet: run `dali-train data convert parquet --source "),
+        ((tmp_path / "phone", *out), "nothing in the directory, with files .heic, looks like a dataset"),
         ((tmp_path / "arrow", *out), "0.arrow is a table of the package datasets, which is not read: write its Parqu"),
         ((tmp_path / "arrow" / "0.arrow", *out), "0.arrow: is a table of the package datasets, which is not read"),
         ((tmp_path / "nothing", *out), "nothing in the directory looks like a dataset"),

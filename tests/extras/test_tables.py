@@ -1,6 +1,7 @@
 """Datasets as people have them: every line of docs/your-dataset.md, and tables of every dialect."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -522,6 +523,42 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
     "files of one folder": ("t.txt", "many/0.jpg\nmany/1.jpg\n", "", "not all of its files lie in class folders"),
     "files elsewhere": ("t.txt", "many/0.jpg\nmany/99\n", "", "put the table into the directory that holds them"),
     "files alone, and --multi-hot": ("t.csv", "file\nmany/0.jpg\n", "--multi-hot", "has only files"),
+    "boxes behind the file": ("t.csv", "a.jpg,39,116,14\nb.JPEG,36,8,3\n", "", "the first with numbers: name that of"),
+    "splits without a heading": (
+        "t.csv",
+        "TRAIN,a.jpg,cat\nVALIDATION,b.JPEG,dog\nTEST,é.png,cat\n",
+        "",
+        ({"a.jpg": "cat"}, {"b.JPEG": "dog"}),
+    ),
+    "a list elsewhere": ("t.txt", "2008_000000 -1\n", "", "put the table into the directory that holds the images"),
+    "a quote that ends in another row": (
+        "t.csv",
+        'file,label\na.jpg,"cat\nb.JPEG,dog"\né.png,cat\n',
+        "",
+        "has a label of several lines",
+    ),
+    "a quote in a word": ("t.tsv", 'file\tlabel\na.jpg\t"big" dog\n', "", "line 2: cannot be read"),
+    "some numbers of pandas": ("t.csv", "file,label\na.jpg,1\nb.JPEG,1.0\n", "", {"a.jpg": "1", "b.JPEG": "1"}),
+    "MXNet's numbers": (
+        "t.tsv",
+        "0\t1.000000\ta.jpg\n1\t2.000000\tb.JPEG\n",
+        "--label-key 2",
+        {"a.jpg": "1", "b.JPEG": "2"},
+    ),
+    "R's quotes": (
+        "t.txt",
+        '"file" "label"\n"a.jpg" "cat"\n"b.JPEG" "big dog"\n',
+        "",
+        {"a.jpg": "cat", "b.JPEG": "big dog"},
+    ),
+    "JSON lines with lists": ("t.jsonl", '{"images": ["a.jpg"], "label": "cat"}\n' * 2, "", "has no column file"),
+    "JSON of other keys": (
+        "t.json",
+        '{"images": [{"image_id": 1}], "annotations": [{"label_id": 5}]}',
+        "",
+        "an entry has no 'id'",
+    ),
+    "an id of another kind of image": ("t.csv", "id,label\nthesis,cat\n", "", "thesis.avif is no image that is read"),
     "a spreadsheet": ("t.xlsx", b"PK\3\4" + bytes(99), "", "save its table as CSV"),
     "an old spreadsheet": ("t.xls", b"\xd0\xcf\x11\xe0" + bytes(99), "", "save its table as CSV"),
     "nothing": ("t.csv", "", "", "has no rows"),
@@ -533,6 +570,7 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
 def test_dialects(dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
     name, content, options, answer = DIALECTS[dialect]
     put(tmp_path, [*CATS, "sub/c.jpg", "sub/d.jpg", "other/d.jpg", *(f"many/{n}.jpg" for n in range(12))])
+    put(tmp_path, [], {"sub/thesis.avif": b""})
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     out = tmp_path / "index"
     status = cli.main(["data", "index", str(tmp_path / name), "--out", str(out), *shlex.split(options)])
@@ -581,6 +619,22 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         ["data/data/train/cat/1.jpg", "data/data/train/dog/2.jpg"],
         False,
         "has one class folder, data, and all images in",
+    ),
+    "parts of a download": (
+        ["images_001/1.jpg", "images_002/2.jpg"],
+        True,
+        "its 2 class folders are called as the parts of one download",
+    ),
+    "all classes again": (
+        ["cat/1.jpg", "dog/2.jpg", "old/cat/3.jpg", "old/dog/4.jpg"],
+        True,
+        "old is a class, and has folders called as all the others: move it away",
+    ),
+    "classes that differ in capitals": (["Cat/1.jpg", "cat/2.jpg"], True, "'Cat' and 'cat' are two classes"),
+    "seven folders deep": (
+        ["a/b/c/d/e/f/cat/1.jpg", "a/b/c/d/e/f/dog/2.jpg"],
+        False,
+        "has one class folder, a, and all images in",
     ),
     "images between splits and classes": (
         ["train/images/cat/1.jpg", "train/images/dog/2.jpg", "val/images/cat/3.jpg", "val/images/dog/4.jpg"],
@@ -813,10 +867,11 @@ def test_tables_beside_class_folders(case: str, tmp_path: Path, caplog: Any) -> 
 def test_tables_of_other_splits_are_named(tmp_path: Path, caplog: Any) -> None:
     tables = {f"{name}.csv": f"file,label\n{name}.jpg,cat\n" for name in ("train", "val", "test")}
     put(tmp_path, ["train.jpg", "val.jpg", "test.jpg"], tables)
+    put(tmp_path, [], {"list_eval_partition.csv": "file,partition\ntrain.jpg,0\n"})
     words = ["data", "index", str(tmp_path / "train.csv"), "--out", str(tmp_path / "index")]
     assert cli.main(words) == 0
     assert labels(tmp_path / "index", "validation") == {"val.jpg": "cat"}
-    assert "train.csv: beside it, and not read: test.csv" in caplog.text
+    assert "train.csv: beside it, and not read: test.csv, list_eval_partition.csv" in caplog.text
 
 
 def test_a_directory_without_splits_takes_a_table_of_training_images(tmp_path: Path) -> None:
@@ -843,6 +898,15 @@ def test_lists_that_may_divide_a_directory_are_named(source: str, message: str, 
     put(tmp_path / "dogs", of_classes("Images/{c}/{n}.jpg"), {"train_list.mat": "", "test_list.mat": ""})
     cli.main(["data", "index", str(tmp_path / source), "--out", str(tmp_path / "index")])
     assert message in caplog.text
+
+
+def test_a_date_after_2262_is_one(tmp_path: Path) -> None:
+    """In nanoseconds it has more than 63 bits; clocks go wrong."""
+    put(tmp_path / "photos", ["cat/1.jpg", "dog/2.jpg"])
+    os.utime(tmp_path / "photos" / "cat" / "1.jpg", (13569465600, 13569465600))
+    out = str(tmp_path / "index")
+    assert cli.main(["data", "index", str(tmp_path / "photos"), "--out", out]) == 0
+    assert cli.main(["data", "verify", out]) == 0
 
 
 def test_a_list_of_files_has_a_validation_split_in_test(tmp_path: Path) -> None:

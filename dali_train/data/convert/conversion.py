@@ -10,6 +10,7 @@ is uploaded and deleted locally, dataset.json last.
 """
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -482,6 +483,12 @@ def explain_full_disk(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
+        if error.errno == errno.EFBIG:
+            raise RunError(
+                f"{out}: a file would be larger than `ulimit -f` or its file system allows ({error.strerror}). What is "
+                "finished is kept: raise the limit and start the same command again, or convert into a new --out with "
+                "more shards"
+            ) from error
         raise RunError(
             f"{out}: cannot write any more ({error.strerror}). What is finished is kept: make space and start "
             "the same command again"

@@ -348,7 +348,8 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             "move its TFRecords there" if indexing else f"run `dali-train data index {quoted}` to index its TFRecords"
         )
     for dataset, row in datasets.items():
-        if row.files and any(re.match(row.files, name) for name in names):
+        inside = [name for folder in below.values() for name in folder] if dataset == "parquet" else []
+        if row.files and any(re.match(row.files, name) for name in [*names, *inside]):
             options = row.command.replace("ROOT", quoted)
             return f"it holds files of {dataset}: run `dali-train data convert {dataset} {options} --out DATASET`"
     archives = [name for name in names if name.lower().endswith(".tar")]
@@ -373,9 +374,10 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             return f"{name} {packed}{as_it_is if name.lower().endswith(('.tar.gz', '.tgz')) else ''}"
         if _is_nameless_image(root / name):
             return f"{name} is an image, and its name does not say so: add .jpg, or what it is, to all such names"
-    remedy = (
-        "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted"
-    )
+    suffixes = sorted({suffix for name in _some_files(root, names, below) if (suffix := Path(name).suffix.lower())})
+    there = f", with files {', '.join(suffixes[:5])}," if suffixes else ""
+    listed = "`dali-train data convert --help` lists what can be converted"
+    remedy = f"nothing in the directory{there} looks like a dataset: {listed}"
     return (
         remedy
         if indexing
@@ -398,7 +400,7 @@ def in_place(root: Path) -> InPlace | None:
         return None
     inner = [_names(root / folder / name) for folder in below if split_word(folder) for name in below[folder][:5]]
     kind = in_place_by_names([*names, *(name for inside in (*below.values(), *inner) for name in inside)])
-    return "folder" if kind is None and _holds_images(root, levels=4) else kind
+    return "folder" if kind is None and _holds_images(root, levels=7) else kind
 
 
 def _holds_images(directory: Path, *, levels: int) -> bool:
@@ -406,7 +408,7 @@ def _holds_images(directory: Path, *, levels: int) -> bool:
     names = _names(directory)
     if in_place_by_names(names) == "folder":
         return True
-    folders = [name for name in names[:50] if (directory / name).is_dir()][:5]
+    folders = [name for name in names[:50] if (directory / name).is_dir()][:3]
     return levels > 0 and any(_holds_images(directory / name, levels=levels - 1) for name in folders)
 
 

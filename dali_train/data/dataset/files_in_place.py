@@ -76,9 +76,14 @@ def make_table(source: str, names: Sequence[str], objects: Sequence[StoredObject
             names_here = rows["name"].tolist()
             found = [os.stat(f"{source}/{os.fsdecode(name)}") for name in names_here]  # noqa: PTH116  a Path each is slow
             rows["num_bytes"] = [status.st_size for status in found]
-            rows["time"] = [status.st_mtime_ns for status in found]
+            rows["time"] = [_modified_ns(status) for status in found]
             progress.update(len(rows))
     return table
+
+
+def _modified_ns(status: os.stat_result) -> int:
+    """Return when a file was modified; file systems hold dates, of wrong clocks, for which 64 bits are too few."""
+    return min(status.st_mtime_ns, (1 << 63) - 1)
 
 
 def _table(names: Sequence[str]) -> NDArray[np.void]:
@@ -213,7 +218,7 @@ class SourceFiles:
                 raise self._fault(path, "is a FIFO, a device or a directory now: restore it")
             if status.st_size != self.num_bytes[number]:
                 raise self._fault(path, self._other_size(number, status.st_size))
-            if status.st_mtime_ns != self._table["time"][number]:
+            if _modified_ns(status) != self._table["time"][number]:
                 newer.append(number)
         unsure = ""  # a newer file that has more in it than images
         for number in newer[:_MOST_READ]:
@@ -258,7 +263,7 @@ class SourceFiles:
         """Compare the names in a directory of the table, unless its time is the same."""
         directory = str(PurePosixPath(self.source, name))
         try:
-            if Path(directory).stat().st_mtime_ns == time:
+            if _modified_ns(Path(directory).stat()) == time:
                 return
             known = self._leaves(self._rows_by_directory.get(name, ()))
             there = {*self._names_in(directory, known)}

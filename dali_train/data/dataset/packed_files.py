@@ -27,7 +27,7 @@ _PACKINGS = (
     _Packing(rb"\xfd7zXZ\0", "compressed with xz", "unxz", (".xz", ".txz")),
     _Packing(rb"\x5d\0\0..(\xff{8}|.{5}\0{3})", "compressed with lzma", "unlzma", (".lzma", ".tlz")),
     _Packing(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", "compressed with zstd", "unzstd", (".zst", ".tzst")),
-    _Packing(rb"\x04\x22\x4d\x18", "compressed with lz4", "unlz4", (".lz4",)),
+    _Packing(rb"\x04\x22\x4d\x18", "compressed with lz4", "unlz4 -m", (".lz4",)),
     _Packing(rb"LZIP\x01", "compressed with lzip", "lzip -d", (".lz", ".tlz")),
     _Packing(
         rb"PK\x03\x04.{26}(\[Content_Types\]\.xml|_rels/|docProps/|xl/|mimetypeapplication/vnd\.oasis)|\xd0\xcf\x11\xe0",

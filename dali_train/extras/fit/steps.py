@@ -186,7 +186,7 @@ class Fit:
             yield Step(words, (self._probe / REPORT).exists, is_needed=False)
         yield Step(["train", "--config", str(config), *processes, *self._overrides], self._is_trained)
         mistakes = out / MISTAKES
-        yield Step(["predict", str(out), "--mistakes", str(mistakes)], mistakes.exists)
+        yield Step(["predict", str(out), "--mistakes", str(mistakes)], mistakes.exists, is_needed=False)
         yield Step(["export", str(out)], (out / "export" / "timm" / "README.md").exists)
 
     def _indexed(self) -> list[str]:

@@ -203,6 +203,14 @@ def parquet(options: Namespace) -> Sources:
     Raises:
         SourceError: a damaged file, one without these columns, a label that cannot be, or class names that differ.
     """
+    if (options.source / "_delta_log").is_dir():
+        code = (
+            f'import deltalake; deltalake.DeltaTable({str(options.source)!r}).to_pandas().to_parquet("train.parquet")'
+        )
+        raise SourceError(
+            f"{options.source}: is a table of Delta Lake, whose log says which of its files are valid: in a "
+            f"new directory, `python3 -c {shlex.quote(code)}` writes these as Parquet"
+        )
     blocks = PackedBlocks(options.out)
     names: list[str] = []
     sets = LabelSets(options.class_names)
@@ -259,7 +267,7 @@ def _without_partitions(path: Path, source: Path) -> tuple[Path, dict[str, str]]
 
 
 def _refuse_partitions(source: Path, path: Path, label: str, in_folders: Mapping[str, str]) -> NoReturn:
-    kind = ".astype(int)" if _WHOLE_NUMBER.fullmatch(in_folders[label]) else '.astype("category").cat.codes'
+    kind = ".astype(int)" if _WHOLE_NUMBER.fullmatch(in_folders[label]) else ".astype(str)"
     splits = next(filter(_is_of_splits, in_folders), None)
     write = 'rows.to_parquet("train.parquet")'
     if splits is not None:

@@ -1,5 +1,6 @@
 """Which file a table means: tables name images without their folder or suffix, or as another system spells them."""
 
+import glob
 import os
 import re
 import stat
@@ -54,12 +55,19 @@ class ImageFinder:
             )
         found = found or self._spelt_otherwise(below) or self._of_another_machine(name)
         if not found:
+            if others := self._of_other_kinds(below):
+                raise SourceError(f"{where}: {others[0]} is no image that is read: convert it to JPEG or PNG")
             looked = f" (nor in {', '.join(self._folders[:5])})" if self._folders else ""
             raise SourceError(
                 f"{where}: there is no file {below} in {self._directory}{looked}: restore it, or leave the row out; if "
                 "the images are elsewhere, put the table into the directory that holds them"
             )
         return next(iter(found.items()))
+
+    def _of_other_kinds(self, name: str) -> list[Path]:
+        """Return the files of this name with any suffix."""
+        folders = [self._directory, *(self._directory / folder for folder in self._folders)]
+        return [path for folder in folders for path in folder.glob(f"{glob.escape(name)}.*")]
 
     def look(self, name: str) -> list[str]:
         """Return the paths below the directory of what a name may mean, as it is spelt."""

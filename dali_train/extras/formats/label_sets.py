@@ -126,15 +126,19 @@ class LabelSets:
 
 
 def order_names(names: Collection[str]) -> list[str]:
-    """Return the names of classes in the order of their labels: sorted, whole numbers by their value. Warn of those
-    that may be one: ``Cat`` and ``cat``, ``01`` and ``1``."""
+    """Return the names of classes in the order of their labels: sorted, whole numbers by their value."""
+    warn_of_spellings(names)
+    return order_classes(names, "natural" if all(name.isdecimal() for name in names) else "name")
+
+
+def warn_of_spellings(names: Iterable[str]) -> None:
+    """Warn of two classes that may be one: ``Cat`` and ``cat``, ``01`` and ``1``."""
     alike: dict[str, str] = {}
     for name in sorted(names):
         other = alike.setdefault(str(int(name)) if name.isdecimal() else name.casefold(), name)
         if other != name:
             _log.warning("%r and %r are two classes: if they are one, write its labels in one way", other, name)
             break
-    return order_classes(names, "natural" if all(name.isdecimal() for name in names) else "name")
 
 
 def _repeated(classes: list[int | str]) -> str:

@@ -35,12 +35,13 @@ from dali_train.text import plural
 _log = logging.getLogger(__name__)
 IMAGE_FOLDERS = {"images", "image", "imgs", "img", "data"}
 """Folders between that of a dataset or a split and its class folders, in any case."""
+LIST_OF_SPLITS = re.compile("partition|split|folds?(?![a-z])", re.IGNORECASE)
+"""In the name of a list that says which split each image is of."""
 
 _MAX_TABLE_BYTES = 1 << 28
 _MOST_TABLES = 50  # that are tried in a directory
 _FEW_LISTS = 4  # that are named
 _MOST_LEVELS = 4  # of folders that hold a single one
-_OF_SPLITS = re.compile("partition|split|folds?(?![a-z])", re.IGNORECASE)
 _MOST_ROWS, _MOST_MISSES = 1000, 20  # that are compared with class folders
 _MOST_JSON_BYTES = 1 << 24  # of what is read whole, for a warning alone
 
@@ -170,7 +171,7 @@ def warn_of_lists(root: Path, classes: Collection[str]) -> None:
     lists = [path for place in places[:_MOST_TABLES] for path in tables_in(place, (*TABLE_ENDINGS, ".mat"))]
     words = {path: split_word(path.stem) for path in lists}
     has_several = len({*words.values()} - {None}) > 1
-    lists = [path for path in lists if _OF_SPLITS.search(path.stem) or (has_several and words[path])]
+    lists = [path for path in lists if LIST_OF_SPLITS.search(path.stem) or (has_several and words[path])]
     if lists:
         shown = ", ".join(str(path.relative_to(root.parent)) for path in lists[:_FEW_LISTS])
         _log.warning(
@@ -228,7 +229,7 @@ def _columns(table: Table, is_file: Callable[[str], bool]) -> Columns:
         columns = find_columns(table, is_file=is_file)
     except SourceError:
         columns = find_columns(table, is_file=is_file, multi_hot=True)
-    has_splits = not columns.has_heading and _OF_SPLITS.search(table.path.stem)  # CelebA's list_eval_partition.txt
+    has_splits = not columns.has_heading and LIST_OF_SPLITS.search(table.path.stem)  # CelebA's list_eval_partition.txt
     if has_splits or (columns.label is None and len(columns.classes) < 2):
         raise SourceError(f"{table.path}: has neither a column of labels nor one for each class")
     return columns

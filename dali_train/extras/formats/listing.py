@@ -164,6 +164,7 @@ def list_splits(
             + (f", but files {', '.join(there[:5])}" if there else "")
             + ": name the directory that holds them, or one such file"
         )
+    _refuse_packed_beside(unread, ending)
     if None in files and len(files) > 1:
         raise SourceError(
             f"{printable_name(str(files[None][0]))}: train, val or test is in the names of other files, but not in "
@@ -189,6 +190,13 @@ def list_splits(
                     f"{paths[0]}: has no images{more}: fetch it, or name what holds images{seen(splits[split])}"
                 )
     return splits
+
+
+def _refuse_packed_beside(unread: Collection[Path], ending: str) -> None:
+    """Raises SourceError: a file would be read if it were unpacked, and has not been, as those beside it have."""
+    for path in unread:
+        if path.stem.lower().endswith(ending) and not path.with_suffix("").exists() and (packed := how_packed(path)):
+            raise SourceError(f"{printable_name(str(path))}: {packed}, as the files beside it are, or move it away")
 
 
 _NUMBER = re.compile(r"\d+(?![a-z\d])", re.IGNORECASE)  # of a file; 22k is part of a name

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from dali_train.data.convert.datasets import SPREADSHEETS, TABLE_ENDINGS
 from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
-from dali_train.data.dataset.manifest import SplitWord, split_word
+from dali_train.data.dataset.manifest import SplitWord, split_of_folder, split_word
 from dali_train.data.dataset.packed_files import how_packed
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.extras.formats.listing import import_pyarrow
@@ -199,16 +199,23 @@ def _without_heading(table: Table, first: int, image_key: str | None, label_key:
     label: int | None = None
     if label_key is not None:
         label = names.index(label_key)
+    elif image + 2 < len(names) and table.columns[image + 1].isdecimal():
+        raise SourceError(
+            f"{table.path}: has no heading, and several columns behind that of the files, the first with numbers: name "
+            f"that of the labels with --label-key, such as {image + 2}"
+        )
     elif image + 1 < len(names):
         label = image + 1
     elif len(names) == 2:
         label = 0
-    elif len(names) > 2:
+    elif len(names) > 1:
         raise SourceError(
             f"{table.path}: has no heading, and {len(names) - 1} columns before that of the files: name that of the "
             f"labels with --label-key, 1 to {len(names) - 1}"
         )
-    return Columns(names, has_heading=False, image=image, label=label, split=None)
+    others = [number for number in range(len(names)) if number not in (image, label)]
+    split = next((number for number in others if split_of_folder(table.columns[number])), None)
+    return Columns(names, has_heading=False, image=image, label=label, split=split)
 
 
 def label_in(row: Row, columns: Columns) -> str:
@@ -264,10 +271,13 @@ def _find(names: Sequence[str], key: str | None, usual: Sequence[str], without: 
 
 def _no_column(table: Table, option: str, key: str | None, usual: Sequence[str]) -> SourceError:
     wanted = key or f"{', '.join(usual[:5])} or the like"
+    without = "write one such as file,label above"
+    if option == "--image-key":
+        without = "put the table into the directory that holds the images, where its first line names one"
     there = ", ".join(name[:40] or "one without a name" for name in table.columns[:20])
     return SourceError(
         f"{table.path}: has no column {wanted}, but {there}: name one with {option}"
-        + ("" if key else ", or if these are no headings, write one such as file,label above")
+        + ("" if key else f"; if these are no headings, {without}")
         + ("; --multi-hot if each class has a column" if option == "--label-key" else "")
     )
 
@@ -281,6 +291,8 @@ def _reading(path: Path) -> Iterator[None]:
         raise
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:  # JSON may have anything anywhere
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, KeyError):
+            reason = f"an entry has no {error}"
         raise SourceError(
             f"{path}: cannot be read as a table ({reason}): use CSV in UTF-8 with a heading, such as file,label"
         ) from error
@@ -301,7 +313,8 @@ def _opened(path: Path) -> Table:
         first = next((line for line in lines if line.strip()), "")
         second = next(lines, "")
     if first.lstrip().startswith(("{", "[")) and path.suffix.lower() not in (".csv", ".tsv"):
-        objects = _json_lines(path, encoding) if _is_row(first) else _json_objects(path)
+        is_lines = _is_row(first, is_followed=second.lstrip().startswith("{"))
+        objects = _json_lines(path, encoding) if is_lines else _json_objects(path)
         return _of_objects(path, objects)
     named = re.fullmatch(r"sep=(.)\s*", first)  # Excel's first line
     first = second if named else first
@@ -325,8 +338,11 @@ def _cells(lines: Iterable[str], separator: str, path: Path) -> Iterator[Row]:
             yield Row(f"{path}, line {number}", _words(line))
         return
     reader = csv.reader(lines, delimiter=separator, strict=True)
-    for cells in reader:
-        yield Row(f"{path}, line {reader.line_num}", cells)
+    try:
+        for cells in reader:
+            yield Row(f"{path}, line {reader.line_num}", cells)
+    except csv.Error as error:
+        raise SourceError(f"{path}, line {reader.line_num}: cannot be read ({error}): correct its quotes") from error
 
 
 _FILE_NAME = re.compile(rf"(.+?(?:{'|'.join(map(re.escape, IMAGE_SUFFIXES))}))(?:\s+(\S.*))?", re.IGNORECASE)
@@ -334,7 +350,9 @@ _FILE_NAME = re.compile(rf"(.+?(?:{'|'.join(map(re.escape, IMAGE_SUFFIXES))}))(?
 
 def _words(line: str) -> list[str]:
     """Return the cells of a line without a separator: a file, whose name may have spaces if it has a suffix, and a
-    label, which may have them too, or several numbers."""
+    label, which may have them too, or several numbers; or cells in quotes, as R writes them."""
+    if line.lstrip().startswith('"'):
+        return next(csv.reader([line.strip()], delimiter=" ", skipinitialspace=True, strict=True))
     match = _FILE_NAME.fullmatch(line.strip())
     name, _, rest = (match[1], "", match[2] or "") if match else line.strip().partition(" ")
     numbers = rest.split()
@@ -352,13 +370,13 @@ def _text_rows(path: Path, encoding: str, separator: str, num_columns: int, *, s
             yield Row(where, cells)
 
 
-def _is_row(line: str) -> bool:
-    """Return whether a line is a whole object of JSON that names a file."""
+def _is_row(line: str, *, is_followed: bool) -> bool:
+    """Return whether a line is a whole object of JSON that names a file, or that another one follows."""
     try:
         values = json.loads(line)
     except ValueError:
         return False
-    return isinstance(values, dict) and any(plain_name(name) in FILE_COLUMNS for name in values)
+    return isinstance(values, dict) and (is_followed or any(plain_name(name) in FILE_COLUMNS for name in values))
 
 
 Objects = Callable[[], Iterator[tuple[str, Any]]]

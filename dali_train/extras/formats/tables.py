@@ -44,6 +44,7 @@ from dali_train.data.dataset.manifest import (
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
 from dali_train.extras.formats.image_finder import ImageFinder
 from dali_train.extras.formats.label_sets import FEW, LabelSets, order_names
+from dali_train.extras.formats.labels_beside import LIST_OF_SPLITS
 from dali_train.extras.formats.listing import Within, where_it_lies
 from dali_train.extras.formats.table_reader import (
     Columns,
@@ -87,7 +88,8 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
             both = " and ".join(other.name for other in validation)
             raise SourceError(f"{path}: {both} beside it may both have the validation images: move one of them away")
         reader.read(validation[0], "val")
-    if unread := [other.name for other in beside if other not in reader.tables]:
+    lists = [other for other in tables_in(path.parent) if other != path and LIST_OF_SPLITS.search(other.stem)]
+    if unread := [other.name for other in [*beside, *lists] if other not in reader.tables]:
         _log.warning("%s: beside it, and not read: %s", path.name, ", ".join(unread))
     rows = _with_folders_as_labels(path, reader.rows) if of_files_alone else _without_decimals(reader.rows)
     if all(row.split is None for row in rows) and (words := _split_folders(row.file for row in rows)):
@@ -186,10 +188,11 @@ class _Row:
 
 
 def _without_decimals(rows: list[_Row]) -> list[_Row]:
-    """Return the rows with whole numbers for 1.0, 2.0, ...: pandas writes these where a column once lacked a value."""
-    if not all(re.fullmatch(r"\d+\.0", label) for row in rows for label in row.labels):
+    """Return the rows with whole numbers for 1.0, 2.0, ...: pandas writes these where a column once lacked a value,
+    which may be so in one of two tables."""
+    if not all(re.fullmatch(r"\d+(\.0+)?", label) for row in rows for label in row.labels):
         return rows
-    return [replace(row, labels=[label.removesuffix(".0") for label in row.labels]) for row in rows]
+    return [replace(row, labels=[label.partition(".")[0] for label in row.labels]) for row in rows]
 
 
 def _with_folders_as_labels(path: Path, rows: list[_Row]) -> list[_Row]:
@@ -298,6 +301,8 @@ class _Reader:
             return [part.strip() for part in text.split(self._separator)]
         if text in ("", "nan", "NaN"):  # as pandas writes what is missing
             raise SourceError(f"{row.where}: {name} has no label: give it one, or leave it out")
+        if "\n" in text:
+            raise SourceError(f"{row.where}: {name} has a label of several lines, {text[:60]!r}: correct the quotes")
         if text.startswith("{"):
             raise SourceError(f"{row.where}: {text[:60]} is an object, and no label: write its name in its place")
         return [text]

@@ -29,6 +29,7 @@ from dali_train.data.dataset.manifest import (
     without_split_words,
 )
 from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver
+from dali_train.extras.formats.label_sets import warn_of_spellings
 from dali_train.extras.formats.labels_beside import (
     IMAGE_FOLDERS,
     LabelsBeside,
@@ -43,6 +44,7 @@ from dali_train.files import sha256
 from dali_train.text import plural, shortened
 
 _log = logging.getLogger(__name__)
+_PART_OF_DOWNLOAD = re.compile(r"(.*(?:images?|imgs?|parts?|batch|chunk|archive|zip))[-_ .]?\d+", re.IGNORECASE)
 _MOST_NAMED = 5  # classes in a message
 _MOST_LETTERS = 100  # of a name in a message
 _TABLE = (
@@ -303,6 +305,15 @@ def _warn_of_folders_below(path: Path, below: Collection[Parts], classes: Collec
     """Say that folders in class folders are no classes, where somebody may think that they are: those that are called
     as classes, or several in one."""
     counts = Counter(name for name, _ in below)
+    for outer in sorted(counts):
+        others = {*classes} - {outer}
+        if len(others) > 1 and others <= {inner for name, inner in below if name == outer}:
+            _log.warning(
+                "%s: %s is a class, and has folders called as all the others: move it away if it holds other versions "
+                "of their images",
+                path,
+                shortened(printable_name(outer), _MOST_LETTERS),
+            )
     several = sorted("/".join(parts) for parts in below if parts[1] in classes or counts[parts[0]] > 1)
     if several:
         shown = ", ".join(shortened(printable_name(name), _MOST_LETTERS) for name in several[:_MOST_NAMED])
@@ -312,6 +323,20 @@ def _warn_of_folders_below(path: Path, below: Collection[Parts], classes: Collec
             plural(len(several), "folder"),
             shown,
             ", ..." if len(several) > _MOST_NAMED else "",
+        )
+
+
+def _warn_of_parts(listing: _Listing) -> None:
+    """Warn if the class folders are called as the parts of a download: ``images_001``, ``images_002``."""
+    match = {_PART_OF_DOWNLOAD.fullmatch(name) for name in listing.classes}
+    stems = {one and one[1] for one in match}
+    if len(listing.classes) > 1 and len(stems) == 1 and None not in stems:
+        _log.warning(
+            "%s: its %d class folders are called as the parts of one download, such as %s; %s",
+            listing.path,
+            len(listing.classes),
+            printable_name(listing.classes[0]),
+            _TABLE,
         )
 
 
@@ -424,11 +449,13 @@ def _with_common_labels(
             if listing.empty:
                 there = f", but {_described(listing.empty, listing.images.passed_over)}"
             elif ".tar" in there:
-                there += ": unpack each archive into a folder of its class"
+                there += ": unpack each archive, into a folder of its class if it has no class folders"
             raise SourceError(
                 f"the {split} split has no images: expected files such as CLASS/name.jpg in {listing.path}{there}"
             )
         check_spellings({*listing.classes, *folders_there})
+        warn_of_spellings(listing.classes)
+        _warn_of_parts(listing)
         unknown = sorted(set(listing.classes) - set(folders_there))
         if unknown:
             raise SourceError(
