@@ -71,6 +71,20 @@ def test_from_a_folder_to_a_model(
 
 
 @pytest.mark.thorough
+def test_a_dataset_without_a_validation_split(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no accuracy and no mistake, but a model."""
+    log, out = tmp_path / "log", tmp_path / "run"
+    monkeypatch.setattr(fit_steps, "_run", lambda line: POOL.run(1, command, list(line), log=log)[0])
+    assert cli.main(["data", "index", str(photos), "--out", str(tmp_path / "index")]) == 0
+    words = ["fit", str(tmp_path / "index"), "--out", str(out), "--epochs", "1", "--schedule.warmup_epochs", "0"]
+    assert cli.main(words) == 0, log.read_text()
+    assert "the next steps go on without it" in capsys.readouterr().out
+    assert (out / "export" / "timm" / "README.md").is_file()
+
+
+@pytest.mark.thorough
 def test_from_a_folder_to_a_model_through_kills(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

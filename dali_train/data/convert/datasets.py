@@ -408,7 +408,7 @@ def _holds_images(directory: Path, *, levels: int) -> bool:
     names = _names(directory)
     if in_place_by_names(names) == "folder":
         return True
-    folders = [name for name in names[:50] if (directory / name).is_dir()][:3]
+    folders = [name for name in names[:50] if (directory / name).is_dir()][: 5 if levels > 4 else 2]
     return levels > 0 and any(_holds_images(directory / name, levels=levels - 1) for name in folders)
 
 

@@ -328,9 +328,9 @@ def _warn_of_folders_below(path: Path, below: Collection[Parts], classes: Collec
 
 def _warn_of_parts(listing: _Listing) -> None:
     """Warn if the class folders are called as the parts of a download: ``images_001``, ``images_002``."""
-    match = {_PART_OF_DOWNLOAD.fullmatch(name) for name in listing.classes}
-    stems = {one and one[1] for one in match}
-    if len(listing.classes) > 1 and len(stems) == 1 and None not in stems:
+    matches = [_PART_OF_DOWNLOAD.fullmatch(name) for name in listing.classes]
+    stems = {match[1] if match else name for match, name in zip(matches, listing.classes, strict=True)}
+    if len(listing.classes) > 1 and len(stems) == 1:
         _log.warning(
             "%s: its %d class folders are called as the parts of one download, such as %s; %s",
             listing.path,
