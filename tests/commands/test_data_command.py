@@ -179,7 +179,7 @@ def test_names_of_the_classes_from_a_file(tmp_path: Path, capsys: pytest.Capture
             "a conversion that is not finished: start the same `dali-train data convert` again",
         ),
         (["flowers/1.0.0/flowers-train.tfrecord-00000-of-00001"], "its TFRecords are in ROOT/flowers/1.0.0: name"),
-        (["thesis.tex"], "nothing in the directory looks like a dataset: `dali-train data convert --help` lists"),
+        (["thesis.tex"], "nothing in the directory, with files .tex, looks like a dataset: `dali-train data convert"),
     ],
 )
 def test_where_there_is_no_dataset_the_fitting_command_is_named(tmp_path: Path, files: list[str], command: str) -> None:
