@@ -154,7 +154,7 @@ def read_weights_of(name: str, weights: str, num_classes: int, kwargs: dict[str,
     check_name(name, field)
     own = build_on_meta(name, num_classes, kwargs).state_dict()
     tensors = read_weights(weights, field, own.keys(), _classifiers_of(name))
-    decoder = [key for key in tensors if key.startswith("decoder") and key not in own]
+    decoder = {key for key in tensors.keys() - own.keys() if key.startswith("decoder")}  # of MAE's pretraining
     if decoder:
         _log.info("%s: without the decoder of %s (%s)", field, weights, plural(len(decoder), "tensor"))
         tensors = {key: tensor for key, tensor in tensors.items() if key not in decoder}

@@ -220,6 +220,13 @@ def test_foreign_files_beside_tfrecords(
     with pytest.raises(DatasetError, match="lacks 1 of 2 shards: 000001"):
         find_splits(tmp_path)
 
+    for name in ("tfrecord-train", "tfrecord-valid"):  # the word ends the name
+        write_records(tmp_path / "flat" / name, records)
+    assert {split: paths[0].name for split, paths in find_splits(tmp_path / "flat").items()} == {
+        "train": "tfrecord-train",
+        "validation": "tfrecord-valid",
+    }
+
     (tmp_path / "arrow" / "train").mkdir(parents=True)
     (tmp_path / "arrow" / "train" / "data-00000-of-00001.arrow").write_bytes(b"ARROW1\0\0" + bytes(400))
     assert main(["data", "index", str(tmp_path / "arrow")]) == 1

@@ -558,6 +558,7 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "",
         "an entry has no 'id'",
     ),
+    "images as text": ("t.csv", f"image,label\n{'9j/' + 'A' * 300}/x,cat\n", "", "there is no file 9j/AAAA"),
     "an id of another kind of image": ("t.csv", "id,label\nthesis,cat\n", "", "thesis.avif is no image that is read"),
     "a spreadsheet": ("t.xlsx", b"PK\3\4" + bytes(99), "", "save its table as CSV"),
     "an old spreadsheet": ("t.xls", b"\xd0\xcf\x11\xe0" + bytes(99), "", "save its table as CSV"),

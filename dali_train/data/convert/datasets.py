@@ -251,7 +251,7 @@ DATASETS: dict[str, Converter] = {
         "meanwhile. Needs dali-train[parquet].",
         load=partial(_in_extras, "dali_train.extras.formats.containers:parquet"),
         arguments=_columns("image", "label"),
-        files=r"(.*[-_.])?(train|test|val|validation)[-_.].*parquet$",
+        files=r"(.*[-_./])?(train|test|val|validation)[-_.].*parquet$",
     ),
     "mds": Converter(
         help="MosaicML Streaming's MDS: directories with index.json and shards, which are read in place; compressed "
@@ -347,9 +347,9 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
         return (
             "move its TFRecords there" if indexing else f"run `dali-train data index {quoted}` to index its TFRecords"
         )
+    files = _some_files(root, names, below)
     for dataset, row in datasets.items():
-        inside = [name for folder in below.values() for name in folder] if dataset == "parquet" else []
-        if row.files and any(re.match(row.files, name) for name in [*names, *inside]):
+        if row.files and any(re.match(row.files, name) for name in [*names, *files]):
             options = row.command.replace("ROOT", quoted)
             return f"it holds files of {dataset}: run `dali-train data convert {dataset} {options} --out DATASET`"
     archives = [name for name in names if name.lower().endswith(".tar")]
@@ -365,7 +365,7 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             f"it holds folders of images: run `dali-train data convert folder --train {quoted} --out DATASET`, or "
             f"`dali-train data index {quoted} --out INDEX` to leave them where they are"
         )
-    for name in _some_files(root, names, below):
+    for name in files:
         if _TFRECORD.search(name):
             return f"its TFRecords are in {(root / name).parent}: name that directory instead"
         if packed := how_packed(root / name):
@@ -374,7 +374,7 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             return f"{name} {packed}{as_it_is if name.lower().endswith(('.tar.gz', '.tgz')) else ''}"
         if _is_nameless_image(root / name):
             return f"{name} is an image, and its name does not say so: add .jpg, or what it is, to all such names"
-    suffixes = sorted({suffix for name in _some_files(root, names, below) if (suffix := Path(name).suffix.lower())})
+    suffixes = sorted({suffix for name in files if (suffix := Path(name).suffix.lower())})
     there = f", with files {', '.join(suffixes[:5])}," if suffixes else ""
     listed = "`dali-train data convert --help` lists what can be converted"
     remedy = f"nothing in the directory{there} looks like a dataset: {listed}"

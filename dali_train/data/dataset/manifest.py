@@ -56,6 +56,11 @@ def split_word(path: str) -> SplitWord | None:
     return words[-1] if words else None
 
 
+def before_split_word(name: str) -> str:
+    """Return what stands before the word that `split_word` finds in a name; nothing if there is none."""
+    return name[: max((match.start() for match in _SPLIT_WORD.finditer(name)), default=0)]
+
+
 def without_split_words(name: str) -> str:
     """Return what the names of the same files of two splits have in common."""
     return _SPLIT_WORD.sub("", name)

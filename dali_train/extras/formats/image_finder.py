@@ -67,7 +67,9 @@ class ImageFinder:
     def _of_other_kinds(self, name: str) -> list[Path]:
         """Return the files of this name with any suffix."""
         folders = [self._directory, *(self._directory / folder for folder in self._folders)]
-        return [path for folder in folders for path in folder.glob(f"{glob.escape(name)}.*")]
+        with suppress(OSError, ValueError):  # as in `_sizes`
+            return [path for folder in folders for path in folder.glob(f"{glob.escape(name)}.*")]
+        return []
 
     def look(self, name: str) -> list[str]:
         """Return the paths below the directory of what a name may mean, as it is spelt."""

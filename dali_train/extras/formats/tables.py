@@ -277,10 +277,10 @@ class _Reader:
         word = word or split_in(row, columns)
         name = row.cells[columns.image].strip()
         file, size = self._finder.find(name, row.where, word or self._word)
-        if columns.label is not None:
-            labels = self._labels(label_in(row, columns), row, name)
-        else:
+        if columns.label is None:
             labels = classes_in(row, columns)
+        else:
+            labels = self._labels(label_in(row, columns), row, name)
         return _Row(file, size, [label for label in labels if label], word)
 
     def _labels(self, text: str, row: Row, name: str) -> list[str]:

@@ -304,17 +304,19 @@ def _list_images(container: Container, files: _SplitFiles, train: _Listing | Non
 def _warn_of_folders_below(path: Path, below: Collection[Parts], classes: Collection[str]) -> None:
     """Say that folders in class folders are no classes, where somebody may think that they are: those that are called
     as classes, or several in one."""
-    counts = Counter(name for name, _ in below)
-    for outer in sorted(counts):
-        others = {*classes} - {outer}
-        if len(others) > 1 and others <= {inner for name, inner in below if name == outer}:
+    inside: dict[str, set[str]] = {}
+    for outer, inner in below:
+        inside.setdefault(outer, set()).add(inner)
+    for outer, names in sorted(inside.items()):
+        # Of many thousands of classes their names are compared with few.
+        if 2 <= len(classes) - 1 <= len(names) and {*classes} - {outer} <= names:
             _log.warning(
                 "%s: %s is a class, and has folders called as all the others: move it away if it holds other versions "
                 "of their images",
                 path,
                 shortened(printable_name(outer), _MOST_LETTERS),
             )
-    several = sorted("/".join(parts) for parts in below if parts[1] in classes or counts[parts[0]] > 1)
+    several = sorted("/".join(parts) for parts in below if parts[1] in classes or len(inside[parts[0]]) > 1)
     if several:
         shown = ", ".join(shortened(printable_name(name), _MOST_LETTERS) for name in several[:_MOST_NAMED])
         _log.warning(
@@ -454,8 +456,6 @@ def _with_common_labels(
                 f"the {split} split has no images: expected files such as CLASS/name.jpg in {listing.path}{there}"
             )
         check_spellings({*listing.classes, *folders_there})
-        warn_of_spellings(listing.classes)
-        _warn_of_parts(listing)
         unknown = sorted(set(listing.classes) - set(folders_there))
         if unknown:
             raise SourceError(
@@ -463,6 +463,8 @@ def _with_common_labels(
                 f"({len(unknown)} such classes): the class folders must agree"
                 + (f"; {_TABLE}" if len(listing.classes) == 1 else "")
             )
+    warn_of_spellings(folders_there)
+    _warn_of_parts(listed[first])
     if len(folders_there) == 1:
         _log.warning("%s: all images are of one class, %s; %s", listed[first].path, folders_there[0], _TABLE)
     if class_names is None:

@@ -23,6 +23,7 @@ from dali_train.data.dataset.manifest import (
     Manifest,
     SplitName,
     SplitWord,
+    before_split_word,
     check_name,
     index_path,
     read_class_names,
@@ -307,9 +308,8 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
             candidates[word][str(folder)] = _only_shards(folder, passed_over)
     for path in flat:
         if word := split_word(path.name):
-            names = (path.name[:length] for length in range(len(path.name)))
-            begin = next(name for name in names if split_word(name) == word)  # of another dataset it is another
-            candidates[word][str(root / f"{begin}*")].append(path)
+            dataset = before_split_word(path.name)
+            candidates[word][str(root / f"{dataset}{word}*")].append(path)
         else:
             passed_over[PassedOver(root.name, "of no split")] += 1
     there = {word for word, places in candidates.items() if any(places.values())}
