@@ -443,6 +443,24 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "",
         ({"a.jpg": "cat", "é.png": "cat"}, {"b.JPEG": "dog"}),
     ),
+    "is_train": (
+        "t.csv",
+        SPLITS.format("is_training_image", 1, 0, 1),
+        "",
+        ({"a.jpg": "cat", "é.png": "cat"}, {"b.JPEG": "dog"}),
+    ),
+    "is_test": (
+        "t.csv",
+        SPLITS.format("is_test", False, True, False),
+        "",
+        ({"a.jpg": "cat", "é.png": "cat"}, {"b.JPEG": "dog"}),
+    ),
+    "neither yes nor no": (
+        "t.csv",
+        SPLITS.format("is_train", 1, 0, "maybe"),
+        "",
+        "under is_train is no split: use True",
+    ),
     "set": ("t.csv", SPLITS.format("Set", "Training", "valid", "test"), "", ({"a.jpg": "cat"}, {"b.JPEG": "dog"})),
     "a split of another name": ("t.csv", SPLITS.format("split", "train", "later", "val"), "", "is no split"),
     "a fold": ("t.csv", SPLITS.format("fold", 0, 1, 2), "", CATS),
@@ -592,6 +610,15 @@ def test_dialects(dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert ("one in each row: its label" in line) == (
         "one in each row" in dialect or dialect == "one in each row, with splits"
     )
+
+
+def test_a_class_for_each_column_by_name_and_by_directory(tmp_path: Path) -> None:
+    """The classes have the same numbers, and one without an image is none."""
+    root = tmp_path / "images"
+    put(root, ["a.jpg", "b.JPEG"], {"labels.csv": "image,dog,cat,wolf\na.jpg,0,1,0\nb.JPEG,1,0,0\n"})
+    for number, source in enumerate((root, root / "labels.csv")):
+        assert cli.main(["data", "index", str(source), "--out", str(tmp_path / f"index{number}")]) == 0
+        assert Manifest.read(tmp_path / f"index{number}").class_names == ("cat", "dog")
 
 
 # The images, and the right answer: a part of what is said, as a warning or as a refusal.

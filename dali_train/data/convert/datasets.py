@@ -267,8 +267,8 @@ DATASETS: dict[str, Converter] = {
     ),
     "table": Converter(
         help="A table of image files below its directory and labels, such as CSV with the heading file,label (also "
-        ".tsv, .txt, .jsonl, or .json as COCO has it); a column split or is_valid divides it, or val.csv beside "
-        "train.csv.",
+        ".tsv, .txt, .jsonl, or .json as COCO has it); a column split, is_valid or is_train divides it, or val.csv "
+        "beside train.csv.",
         load=partial(_in_extras, "dali_train.extras.formats.tables:table"),
         arguments={
             "--source": {"type": Path, "required": True, "metavar": "FILE", "help": "the table"},

@@ -51,7 +51,7 @@ from dali_train.extras.formats.listing import (
     warn_columns,
     where_it_lies,
 )
-from dali_train.extras.formats.table_reader import SPLIT_COLUMNS, VALIDATION_COLUMNS, plain_name
+from dali_train.extras.formats.table_reader import SPLIT_COLUMNS, YES_OR_NO_COLUMNS, plain_name
 from dali_train.files import ForeignFileError, read_json
 from dali_train.text import plural, shortened
 
@@ -327,7 +327,7 @@ def _refuse_several(path: Path, found: Collection[tuple[str, str]], otherwise: s
 
 def _is_of_splits(column: str) -> bool:
     """Return whether a column is called as one that divides the rows into splits."""
-    return plain_name(column) in (*SPLIT_COLUMNS, *VALIDATION_COLUMNS)
+    return plain_name(column) in (*SPLIT_COLUMNS, *YES_OR_NO_COLUMNS)
 
 
 def _row_groups(

@@ -43,9 +43,13 @@ LABEL_COLUMNS = (
     *("wnid", "synset", "predictionstring", "categoryid", "classid", "labelid", "y"),
 )
 SPLIT_COLUMNS = ("split", "set", "subset", "partition")
-VALIDATION_COLUMNS = ("isvalid", "isvalidation", "isval")
-"""Of which True, or 1, says that an image is for validation: fastai's."""
-_NO_CLASSES = ("", "id", "index", "fold", "kfold", "istest", "istrain")
+YES_OR_NO_COLUMNS: dict[str, tuple[SplitWord, SplitWord]] = {
+    **dict.fromkeys(("isvalid", "isvalidation", "isval"), ("val", "train")),
+    **dict.fromkeys(("istrain", "istraining", "istrainingimage"), ("train", "test")),
+    "istest": ("test", "train"),
+}
+"""Columns that divide images by True and False, or 1 and 0 -> the splits of these: fastai's, CUB-200's."""
+_NO_CLASSES = ("", "id", "index", "fold", "kfold")
 """Columns that are no classes, if every other column is one."""
 
 
@@ -101,11 +105,6 @@ class Columns:
         """Whether nothing in the table but the files' folders can be their labels."""
         return self.label is None and not self.classes
 
-    @property
-    def says_validation(self) -> bool:
-        """Whether the split is told by True and False."""
-        return self.split is not None and plain_name(self.names[self.split]) in VALIDATION_COLUMNS
-
     def described(self) -> str:
         """Return which column is used for what, and which is not used."""
         used = {"files": self.image, "labels": self.label, "splits": self.split}
@@ -154,7 +153,7 @@ def find_columns(
     named = [name for name in table.columns if name]
     if len({*named}) < len(named):
         raise SourceError(f"{table.path}: two of its columns have one name: rename one of them")
-    split = _find(table.columns, None, (*SPLIT_COLUMNS, *VALIDATION_COLUMNS), without=(image,))
+    split = _find(table.columns, None, (*SPLIT_COLUMNS, *YES_OR_NO_COLUMNS), without=(image,))
     classes = tuple(number for number in range(len(plain)) if number not in (image, split))
     wrong = [table.columns[number] or "without a name" for number in classes if plain[number] in _NO_CLASSES]
     if not multi_hot:
@@ -246,11 +245,13 @@ def split_in(row: Row, columns: Columns) -> SplitWord | None:
     if columns.split is None:
         return None
     text = row.cells[columns.split].strip()
-    if columns.says_validation and text.casefold() in _TRUE | _FALSE:
-        return "val" if text.casefold() in _TRUE else "train"
+    name = columns.names[columns.split]
+    if (words := YES_OR_NO_COLUMNS.get(plain_name(name))) and text.casefold() in _TRUE | _FALSE:
+        return words[text.casefold() in _FALSE]
     word = split_word(text)
     if word is None:
-        raise SourceError(f"{row.where}: {text!r} is no split: use train, val or test")
+        allowed = "True or False" if words else "train, val or test"
+        raise SourceError(f"{row.where}: {text!r} under {name} is no split: use {allowed}")
     return word
 
 

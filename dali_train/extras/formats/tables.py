@@ -241,7 +241,8 @@ class _Reader:
         )
         one_hot = ", one in each row: its label" if columns.classes and not self.has_several else ""
         _log.warning("%s: %s%s", path.name, columns.described(), one_hot)
-        self.classes = [*dict.fromkeys([*self.classes, *(columns.names[number] for number in columns.classes)])]
+        if self.has_several:
+            self.classes = [*dict.fromkeys([*self.classes, *(columns.names[number] for number in columns.classes)])]
         absent = self._confidence(columns)
         num_before = len(self._images)
         for row in read.rows(columns):
