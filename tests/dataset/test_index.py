@@ -186,7 +186,7 @@ NAMED: dict[str, tuple[str, list[bytes | list[bytes]], list[str], str, tuple[lis
         "",
         (["ant cat", "ant"], ["ant", "cat"]),
     ),
-    "no name": ("breed", [b"cat", []], ["--label-key", "breed"], "", "has no text in breed; the record has"),
+    "no name": ("breed", [b"cat", []], ["--label-key", "breed"], "", "has no label in breed; the record has"),
 }
 
 
@@ -212,6 +212,20 @@ def test_names_without_numbers(case: str, tmp_path: Path, capsys: pytest.Capture
     found = {stored_image(MappedFiles(split), image).tobytes(): name for image, name in enumerate(names)}
     assert found == {small_photograph(n): name for n, name in enumerate(answer[0])}
     assert [*split.manifest.class_names] == answer[1]
+
+
+def test_a_file_with_numbers_is_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command that `data index` names."""
+    records = [example(n, image__class__label=(n % 2, "int"), image__class__synset=None) for n in range(8)]
+    file = write_records(tmp_path / "source" / "train-00000-of-00001", records)
+    halved = ["--validation-fraction", "0.5"]
+    assert main(["data", "index", str(file.parent), *halved]) == 2
+    words = re.findall("`dali-train (data convert [^`]+)`", capsys.readouterr().err)[0].split()
+    assert main([*words, "--source", str(file), "--out", str(tmp_path / "out"), *halved]) == 0
+    for name in ("train", "validation"):
+        split = Split(tmp_path / "out", name)
+        of = {stored_image(MappedFiles(split), image).tobytes(): int(split.rows["label"][image]) for image in range(4)}
+        assert len(split) == 4 and of.items() <= {(small_photograph(n), n % 2) for n in range(8)}
 
 
 @pytest.mark.parametrize(

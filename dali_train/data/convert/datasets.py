@@ -261,7 +261,8 @@ DATASETS: dict[str, Converter] = {
         files=r"shard\.\d+\.mds",
     ),
     "tfrecord": Converter(
-        help="TFRecords that have names for labels; `data index` takes those that have numbers, without a copy.",
+        help="TFRecords that have names for labels, or are to be divided; `data index` takes those that have numbers, "
+        "without a copy.",
         load=partial(_in_extras, "dali_train.extras.indexing.named_records:named_records"),
         arguments=_columns("image/encoded", "image/class/text"),
     ),

@@ -126,7 +126,10 @@ def _index(options: argparse.Namespace) -> int:
                 find_splits(dataset)  # raises what else is to be done where there are no TFRecords
             what = "TFRecords, which are indexed" if kind is None else f"images that are read in place ({kind})"
             option = {"decode_check": "--no-decode-check", "check_crc": "--no-crc"}.get(name, f"--{name}")
-            raise DatasetError(f"{option.replace('_', '-')}: has no effect on {what}: leave it out")
+            remedy = "leave it out"
+            if kind is None and name == "validation_fraction":
+                remedy += ", or divide a copy: `dali-train data convert tfrecord --label-key image/class/label`"
+            raise DatasetError(f"{option.replace('_', '-')}: has no effect on {what}: {remedy}")
     if kind is not None:
         return _index_in_place(options, kind)
     if isinstance(dataset, Path):
