@@ -226,8 +226,22 @@ def birds(root: Path) -> None:
     rows = [(f"{number} {name}\n", f"{number} {number % 2}\n") for number, name in enumerate(images, 1)]
     put(root, [], {"images.txt": "".join(row for row, _ in rows)})
     put(root, [], {"train_test_split.txt": "".join(row for _, row in reversed(rows))})  # another order is right, too
-    (script,) = re.findall("```bash\n(.*?)```", PAGE, re.DOTALL)
+    run_script("birds.csv", root)
+
+
+def run_script(output: str, root: Path) -> None:
+    """Run the block of the page that writes such a file."""
+    (script,) = (block for block in re.findall("```bash\n(.*?)```", PAGE, re.DOTALL) if output in block)
     subprocess.run(["bash", "-ec", script], cwd=root, check=True)
+
+
+def celeba(root: Path) -> None:
+    put(root / "img_align_celeba", [f"{n:06d}.jpg" for n in range(1, 5)])
+    rows = "".join(f"{n:06d}.jpg -1  1 {'-1' if n % 2 else ' 1'}\n" for n in range(1, 5))
+    parts = "".join(f"{n:06d}.jpg {max(0, n - 2)}\n" for n in range(1, 5))
+    lists = {"list_attr_celeba.txt": f"4\nBald Hat Young \n{rows}", "list_eval_partition.txt": parts}
+    put(root, [], lists)
+    run_script("attributes.csv", root)
 
 
 def tensorflow_datasets(root: Path) -> None:
@@ -294,6 +308,11 @@ DATASETS: dict[str, tuple[Callable[[Path], None], dict[str, int], dict[str, Labe
     "Food-101": (food, {"train": 4, "validation": 2}, {"validation": {f"{name}2.jpg": name for name in CLASSES}}),
     "DTD": (textures, {"train": 2, "validation": 2}, {"validation": {f"{name} 1.jpg": name for name in CLASSES}}),
     "CUB-200": (birds, {"train": 2, "validation": 2}, {"train": {f"{name}0.jpg": name for name in CLASSES}}),
+    "CelebA": (
+        celeba,
+        {"train": 2, "validation": 1},
+        {"train": {"000001.jpg": "Hat", "000002.jpg": "Hat,Young"}, "validation": {"000003.jpg": "Hat"}},
+    ),
     "TensorFlow Datasets": (tensorflow_datasets, {"train": 4, "validation": 2}, {}),
     "An image folder of the Hub": (
         hubs_image_folder,
