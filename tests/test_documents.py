@@ -83,8 +83,7 @@ def test_configs_for_fine_tuning(number: int, dataset: Path, tmp_path: Path, run
     assert len(fine_tuning()) == 2 and len(text.splitlines()) <= 12
     path, weights = tmp_path / "config.py", tmp_path / "weights.pth"
     path.write_text(text)
-    if "/" not in (load_config(path).model.weights or ""):  # a run of the reader's own
-        assert main(["plan", "--config", str(path), "--data.root", str(dataset)]) == 0
+    assert main(["plan", "--config", str(path), "--data.root", str(dataset)]) == 0
     torch.save(timm.create_model("test_resnet", num_classes=10).state_dict(), weights)
     words = [
         "--data.root",
@@ -98,7 +97,6 @@ def test_configs_for_fine_tuning(number: int, dataset: Path, tmp_path: Path, run
     ]
     if number == 1:
         run_command("probe", "--config", str(path), *SMALL, *words, "--output", str(tmp_path / "probe"))
-        words[-1] = str(tmp_path / "probe" / "model.safetensors")
     output = run_command("train", "--config", str(path), *SMALL, *words, "--run.dir", str(tmp_path / "run"))
     assert "top-1" in output
 

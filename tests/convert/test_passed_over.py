@@ -86,7 +86,16 @@ def test_half_a_sample_is_an_error(
 
 def test_words_of_splits() -> None:
     words = {"Training": "train", "seg_test": "test", "VALID": "val", "a/train/val-0.tar": "val", "latest-trains": None}
-    words |= {"trainLabels": "train", "eyesTest": "test", "Constraint": None, "testament": None, "TRAINS": None}
+    words |= {
+        "trainLabels": "train",
+        "eyesTest": "test",
+        "Constraint": None,
+        "dev": "val",
+        "a/eval.tfrecord": "test",
+        "devkit": None,
+        "testament": None,
+        "TRAINS": None,
+    }
     assert {name: split_word(name) for name in words} == words
     for names in (("Training", "Testing"), ("seg_train", "seg_test"), ("val", "test"), ("train",)):
         assert [*split_folders_among([*names, *(["docs"] if len(names) > 1 else [])])] == [*names]

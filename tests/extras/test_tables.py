@@ -918,7 +918,7 @@ def test_tables_of_other_splits_are_named(tmp_path: Path, caplog: Any) -> None:
     words = ["data", "index", str(tmp_path / "train.csv"), "--out", str(tmp_path / "index")]
     assert cli.main(words) == 0
     assert labels(tmp_path / "index", "validation") == {"val.jpg": "cat"}
-    assert "train.csv: beside it, and not read: test.csv, list_eval_partition.csv" in caplog.text
+    assert "train.csv: beside it, and not read: list_eval_partition.csv, test.csv" in caplog.text
 
 
 def test_a_directory_without_splits_takes_a_table_of_training_images(tmp_path: Path) -> None:

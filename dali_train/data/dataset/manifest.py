@@ -35,10 +35,11 @@ _MAX_LABEL = (1 << 31) - 1  # labels are int32
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 SplitWord = Literal["train", "val", "test"]
-# Between letters a word begins and ends where small ones meet capitals: trainLabels, eyesTest.
+# Those that the Hugging Face Hub knows too. Between letters a word begins and ends where small ones meet capitals:
+# trainLabels, eyesTest.
 _SPLIT_WORD = re.compile(
     r"(?:(?<![a-z])|(?<=(?-i:[a-z]))(?=(?-i:[A-Z])))"
-    r"(?:(?P<train>train(?:ing)?)|(?P<val>val(?:id(?:ation)?)?)|(?P<test>test(?:ing)?))"
+    r"(?:(?P<train>train(?:ing)?)|(?P<val>val(?:id(?:ation)?)?|dev)|(?P<test>test(?:ing)?|eval(?:uation)?))"
     r"(?:(?![a-z])|(?<=(?-i:[a-z]))(?=(?-i:[A-Z])))",
     re.IGNORECASE,
 )

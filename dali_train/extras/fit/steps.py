@@ -4,7 +4,8 @@
 ``RUN/fit.py``, ``RUN/probe``, a run that has finished, ``RUN/mistakes.png``, ``RUN/export/timm``. If what it was made
 of has changed since, that is an error. Whatever ends a step, the same command does it again, and each of them resumes.
 
-Pretrained weights are first given the classifier of a linear probe, with which training begins.
+A linear probe of pretrained weights says what training has to surpass. It does not begin with the probe's classifier,
+from which it ends lower than from zeros: docs/measurements/accuracy.md.
 """
 
 import argparse
@@ -50,7 +51,7 @@ _NOT_FOR_TRAIN = {
     "run.dir": "trains in --out: name the directory there",
     "data.root": "makes the dataset of SOURCE: name images, an index or a dataset there",
     "run.epochs": "chooses a warmup and evaluations to go with it: use --epochs",
-    "model.weights": "begins with a probe of them: use --weights",
+    "model.weights": "also probes them: use --weights",
 }
 """Settings that `fit` chooses itself, and what to use instead."""
 
@@ -227,8 +228,7 @@ class Fit:
 
         run = RunDirectory(self._out)
         file, size = self._out / "fit.py", run.config.batch.micro_batch
-        words = [*self._overrides, *self._weights_of_probe()]
-        config = config_with(file, words, "dali-train fit", micro_batch=lambda *_: size)  # where it is auto
+        config = config_with(file, self._overrides, "dali-train fit", micro_batch=lambda *_: size)  # where it is auto
         if changes := changes_of_result(run, config):
             raise ConfigError(
                 f"{self._out} has finished with another recipe or evaluation than {file} and the dataset have now "
@@ -244,16 +244,8 @@ class Fit:
         several_labels = any(self._of_index[name] for name in ("label_separator", "multi_hot", "several_labels"))
         return self._options.weights is not None and not several_labels
 
-    def _weights_of_probe(self) -> list[str]:
-        """Return the setting of the weights with the probe's classifier, if there are such."""
-        file = self._probe / "model.safetensors"
-        return ["--model.weights", str(file)] if (self._probe / REPORT).exists() else []
-
     def _as_of_now(self, words: list[str]) -> list[str]:
-        """Return the command of a step with what is left of --for, which counts from the start of `fit`, and with the
-        probe's weights."""
-        if words[0] == "train":
-            return [*words, *self._weights_of_probe()]
+        """Return the command of a step with what is left of --for, which counts from the start of `fit`."""
         if words[0] != "init" or "--for" not in words:
             return words
         at = words.index("--for") + 1
@@ -283,11 +275,11 @@ class Fit:
             lines[0] += f": {measure} of {of} (step {best['step']})"
         if (self._probe / REPORT).exists():
             top1 = read_json(self._probe / REPORT, _LARGEST_NOTE)["top1"]
-            lines[0] += f"; a linear classifier of the features that it began with: {top1:.2%}"
+            lines[0] += f"; a linear probe of the weights that it began with: {top1:.2%}"
             if best is not None and decisive(best, "top1") < top1:
                 lines.append(
-                    f"that is better: {printable(str(self._probe))} has the network with it; fewer --epochs or a lower "
-                    "--optimizer.lr keep more of it"
+                    f"that is better: {printable(str(self._probe))} has the network with its classifier; more --epochs "
+                    "may surpass it"
                 )
         table = {
             "model and card": f"{out}/export/timm",

@@ -89,7 +89,7 @@ def table(options: Namespace, within: Within = where_it_lies) -> Sources:
             raise SourceError(f"{path}: {both} beside it may both have the validation images: move one of them away")
         reader.read(validation[0], "val")
     lists = [other for other in tables_in(path.parent) if other != path and LIST_OF_SPLITS.search(other.stem)]
-    if unread := [other.name for other in [*beside, *lists] if other not in reader.tables]:
+    if unread := [other.name for other in sorted({*beside, *lists}) if other not in reader.tables]:
         _log.warning("%s: beside it, and not read: %s", path.name, ", ".join(unread))
     rows = _with_folders_as_labels(path, reader.rows) if of_files_alone else _without_decimals(reader.rows)
     if all(row.split is None for row in rows) and (words := _split_folders(row.file for row in rows)):

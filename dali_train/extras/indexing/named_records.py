@@ -50,7 +50,7 @@ def _images(paths: Sequence[Path], options: Namespace, sets: LabelSets) -> Itera
                     "--image-key and --label-key; `dali-train data index` reads labels that are numbers",
                 )
             names = [bytes(content[slice(*span)]).decode(errors="backslashreplace") for span in label.spans]
-            values = names or [*label.integers]
+            values: list[int] | list[str] = names or [*label.integers]
             begin, end = image[0]
             name = f"record {number}"
             stored = sets.stored_label(values[0] if len(values) == 1 else values, f"{path}:{name}")

@@ -1,8 +1,7 @@
 """A linear probe: logistic regression on the features of a network whose weights stay as they are.
 
 It takes one pass over the images, without augmentation, and is what fine-tuning has to surpass (Kornblith et al.,
-arXiv 1805.08974). Fine-tuning that begins with its classifier distorts the features less (Kumar et al., arXiv
-2202.10054).
+arXiv 1805.08974).
 """
 
 import json
