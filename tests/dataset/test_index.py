@@ -214,16 +214,18 @@ def test_names_without_numbers(case: str, tmp_path: Path, capsys: pytest.Capture
     assert [*split.manifest.class_names] == answer[1]
 
 
-def test_a_file_with_numbers_is_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the command that `data index` names."""
+@pytest.mark.parametrize("name", ["", "train-00000-of-00001"], ids=["a directory", "a file"])
+def test_records_with_numbers_are_divided(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command that `data index` prints."""
     records = [example(n, image__class__label=(n % 2, "int"), image__class__synset=None) for n in range(8)]
-    file = write_records(tmp_path / "source" / "train-00000-of-00001", records)
-    halved = ["--validation-fraction", "0.5"]
-    assert main(["data", "index", str(file.parent), *halved]) == 2
-    words = re.findall("`dali-train (data convert [^`]+)`", capsys.readouterr().err)[0].split()
-    assert main([*words, "--source", str(file), "--out", str(tmp_path / "out"), *halved]) == 0
-    for name in ("train", "validation"):
-        split = Split(tmp_path / "out", name)
+    directory, out = tmp_path / "source", tmp_path / "out"
+    write_records(directory / "train-00000-of-00001", records)
+    assert main(["data", "index", str(directory), "--validation-fraction", "0.5"]) == 2
+    (line,) = re.findall("`dali-train (data convert [^`]+)`", capsys.readouterr().err)
+    line = line.replace(str(directory), str(directory / name)).replace("DATASET", str(out)).replace(" F", " 0.5")
+    assert main(shlex.split(line)) == 0
+    for half in ("train", "validation"):
+        split = Split(out, half)
         of = {stored_image(MappedFiles(split), image).tobytes(): int(split.rows["label"][image]) for image in range(4)}
         assert len(split) == 4 and of.items() <= {(small_photograph(n), n % 2) for n in range(8)}
 

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,8 @@ def _index(options: argparse.Namespace) -> int:
             option = {"decode_check": "--no-decode-check", "check_crc": "--no-crc"}.get(name, f"--{name}")
             remedy = "leave it out"
             if kind is None and name == "validation_fraction":
-                remedy += ", or divide a copy: `dali-train data convert tfrecord --label-key image/class/label`"
+                copy = f"--source {shlex.quote(str(dataset))} --out DATASET --label-key image/class/label"
+                remedy += f", or divide a copy: `dali-train data convert tfrecord {copy} --validation-fraction F`"
             raise DatasetError(f"{option.replace('_', '-')}: has no effect on {what}: {remedy}")
     if kind is not None:
         return _index_in_place(options, kind)
