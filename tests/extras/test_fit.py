@@ -262,7 +262,8 @@ def test_a_config_with_weights(model: str, lr: float, freeze: tuple[str, ...], p
     write_config(str(tmp_path / "index"), tmp_path / "config.py", weights=str(file), gpu_memory_gb=16)
     config = load_config(tmp_path / "config.py")
     assert (config.model.name, config.model.weights, config.model.freeze) == (model, str(file), freeze)
-    assert (config.optimizer.name, config.optimizer.lr) == ("adamw", lr)
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.groups) == ("adamw", lr, ())
+    assert config.optimizer.clip_grad_norm == 1.0
     assert (config.run.epochs, config.schedule.warmup_epochs) == (20, 1)
     write_config(str(tmp_path / "index"), tmp_path / "short.py", weights=str(file), gpu_memory_gb=16, epochs=3)
     config = load_config(tmp_path / "short.py")

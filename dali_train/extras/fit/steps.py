@@ -4,8 +4,8 @@
 ``RUN/fit.py``, ``RUN/probe``, a run that has finished, ``RUN/mistakes.png``, ``RUN/export/timm``. If what it was made
 of has changed since, that is an error. Whatever ends a step, the same command does it again, and each of them resumes.
 
-A linear probe of pretrained weights says what training has to surpass. It does not begin with the probe's classifier,
-from which it ends lower than from zeros: docs/measurements/accuracy.md.
+A linear probe of pretrained weights says what training has to surpass. Training does not begin with the classifier of
+the probe, from which it ends lower than from zeros: docs/measurements/accuracy.md.
 """
 
 import argparse
