@@ -6,15 +6,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from dali_train.cli import main
 from dali_train.config import load_config
 from dali_train.extras.indexing.foreign_shards import build_index
 from tests.conftest import REPOSITORY, Train, jpeg, photograph, write_shard
 from tests.s3_server import S3Server
+from tools.bench.finetune import published_weights
 
 SMALL = ("--model.name", "test_resnet", "--batch.global_batch", "4", "--batch.micro_batch", "4", "--run.max_steps", "1")
 
@@ -99,6 +103,40 @@ def test_configs_for_fine_tuning(number: int, dataset: Path, tmp_path: Path, run
         run_command("probe", "--config", str(path), *SMALL, *words, "--output", str(tmp_path / "probe"))
     output = run_command("train", "--config", str(path), *SMALL, *words, "--run.dir", str(tmp_path / "run"))
     assert "top-1" in output
+
+
+@pytest.mark.thorough
+def test_what_fine_tuning_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Train) -> None:
+    """The page's linear probe and its config for a network with BatchNorms, with published weights of ImageNet."""
+    monkeypatch.chdir(tmp_path)
+    images_of_digits()
+    Path("photos.py").write_text(fine_tuning()[1])
+    size = ["--data.train_size", "64", "--data.eval_size", "64", "--data.normalise", "inception"]
+    weights = ["--model.name", "tf_efficientnet_lite0", "--model.weights", str(published_weights(tmp_path))]
+    length = ["--run.epochs", "10", "--run.eval_every_epochs", "10"]
+    options = ["--config", "photos.py", *size, *weights, *length, "--batch.micro_batch", "32"]
+    assert main(["data", "index", "photos", "--out", "data/photos"]) == 0
+    reached = {
+        "probe": run_command("probe", *options, "--output", "runs/probe"),
+        "train": run_command("train", *options),
+    }
+    page = (REPOSITORY / "docs" / "own-images.md").read_text()
+    promised = re.search(r"digits.* the probe reaches (\d+) % and training (\d+) %", page)
+    assert promised is not None
+    for output, top1 in zip(reached.values(), promised.groups(), strict=True):
+        printed = re.search(r"top-1 ([\d.]+)%", output)
+        assert printed is not None and abs(float(printed[1]) - float(top1)) <= 4, output
+
+
+def images_of_digits() -> None:
+    """Write scikit-learn's digits into ``photos``, of 64 x 64 pixels: 200 to train on, and the last 300 to validate."""
+    digits = load_digits()
+    for split, numbers in (("train", range(200)), ("val", range(len(digits.target) - 300, len(digits.target)))):
+        for number in numbers:
+            path = Path("photos") / split / str(digits.target[number]) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image = Image.fromarray((digits.images[number] * 15.9).astype(np.uint8))  # 0 to 16
+            image.resize((64, 64), Image.Resampling.BICUBIC).save(path)
 
 
 def test_the_loaders_page(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

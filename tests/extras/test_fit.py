@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,11 +24,13 @@ from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.extras.fit import steps as fit_steps
+from dali_train.extras.fit.large_photographs import saving
 from dali_train.extras.init import _seconds
 from dali_train.extras.init.config_file import write_config
 from dali_train.extras.init.network import describe_weights
 from dali_train.extras.init.trial import Trial
-from dali_train.runtime.status import START_AGAIN, read_status
+from dali_train.runtime.status import MISTAKE, START_AGAIN, read_status
+from tests.conftest import photograph
 from tests.helpers import wait_until, words
 from tests.ranks import POOL, command
 
@@ -68,6 +71,33 @@ def test_from_a_folder_to_a_model(
     assert f"model and card  {out}/export/timm" in capsys.readouterr().out
     assert read_status(out).state == "finished"  # type: ignore[union-attr]
     assert (out / "export" / "timm" / "README.md").is_file() and (out / "report" / "index.html").is_file()
+
+
+def test_large_photographs_may_be_stored_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`fit` prints the command, which gives the same images of the same classes, and advises nothing of its result."""
+    for number in range(8):
+        path = tmp_path / "my photos" / ("day", "night")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photograph(number, 810, 1080).save(path)
+
+    def run_until_training(line: list[str]) -> int:
+        return cli.main(line) if line[0] in ("data", "init") else MISTAKE
+
+    monkeypatch.setattr(fit_steps, "_run", run_until_training)
+    out = tmp_path / "a run"
+    assert cli.main(["fit", str(tmp_path / "my photos"), "--out", str(out), "--epochs", "1"]) == MISTAKE
+    printed = capsys.readouterr().out
+    advice = re.search(
+        r"^decoding: about .* an epoch on \d+ cores?; .*\n  dali-train (data convert .*)\n", printed, re.M
+    )
+    assert advice is not None, printed
+    assert cli.main(shlex.split(advice[1])) == 0
+    indexed, stored = (Split(path, "train") for path in (out / "dataset", f"{out}-400px"))
+    assert len(stored) == len(indexed) and np.array_equal(stored.class_counts, indexed.class_counts)
+    assert set(stored.rows["height"]) == {400} and set(stored.rows["width"]) == {533}
+    assert saving(stored) is None
 
 
 @pytest.mark.thorough

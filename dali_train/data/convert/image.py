@@ -194,8 +194,12 @@ def reencode(content: bytes, encoding: EncodingOptions, budget: MemoryBudget) ->
 
 
 def _draft(image: Image.Image, target: tuple[int, int] | None) -> int:
-    """Have a JPEG with more than `MAX_PIXELS` decoded at 1/2 to 1/8 of its size if that is not less than its `target`,
-    (width, height).
+    """Have a JPEG decoded at 1/2 to 1/8 of its size if that is at least twice its `target`, (width, height), or for one
+    with more than `MAX_PIXELS` not less than the target.
+
+    The filter that shrinks the rest of the way hides most of the difference, as in PIL's thumbnail with reducing_gap
+    2. From 12 million pixels, twelve photographs with the noise of a camera took 61 instead of 137 ms at a short side
+    of 400, and differed by 0.7 of 256 levels on average and 29 at most.
 
     Returns:
         The bytes that libjpeg needs beyond those of the smaller image.
@@ -204,9 +208,10 @@ def _draft(image: Image.Image, target: tuple[int, int] | None) -> int:
         BadImageError: too large even so, or not to be shrunk, or no JPEG.
     """
     width, height = image.size
-    if target is not None and MAX_PIXELS < width * height <= MAX_DRAFTED:
-        image.draft(None, target)
-        if image.width * image.height <= MAX_PIXELS:
+    if target is not None and width * height <= MAX_DRAFTED:
+        spare = 2 if width * height <= MAX_PIXELS else 1
+        image.draft(None, (spare * target[0], spare * target[1]))
+        if image.size != (width, height) and image.width * image.height <= MAX_PIXELS:
             return _COEFFICIENT_BYTES * width * height
     check_size(height, width)
     return 0

@@ -39,7 +39,7 @@ _PACKINGS = (
     _Packing(rb"Rar!\x1a\x07", "a RAR archive", "unrar x FILE DIRECTORY/"),
     _Packing(
         rb"ARROW1\0\0",
-        "a table of Arrow (Feather), which is not read: write it as Parquet",
+        "a table of Arrow (Feather), which is not read: write it as Parquet, or as CSV if it has paths of images",
         "python3 -c 'import pandas, sys; pandas.read_feather(sys.argv[1]).to_parquet(\"train.parquet\")' FILE",
     ),
 )

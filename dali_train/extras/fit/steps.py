@@ -32,6 +32,7 @@ from dali_train.data.convert.datasets import images_root, in_place
 from dali_train.data.dataset.index import Split, read_manifest
 from dali_train.data.dataset.manifest import CONTENT, Manifest, split_folders_among, splits_of_words
 from dali_train.errors import ConfigError, NoDatasetError
+from dali_train.extras.fit.large_photographs import SHORT_SIDE, saving
 from dali_train.extras.formats.tables import has_validation
 from dali_train.extras.probe import REPORT
 from dali_train.files import ForeignFileError, read_json, sha256, write_atomically
@@ -63,6 +64,7 @@ class Step:
     words: list[str]
     is_done: Callable[[], bool]
     is_needed: bool = True  # else the others go on without what it makes
+    advice: Callable[[], str | None] = lambda: None  # when it has been done
 
 
 class Fit:
@@ -104,6 +106,8 @@ class Fit:
                 print("the next steps go on without it")
             elif status != FINISHED:
                 return self._interrupted(status, words)
+            if (advice := step.advice()) is not None:
+                print(advice, flush=True)
         print(f"\n{self._summary()}")
         return FINISHED
 
@@ -181,7 +185,7 @@ class Fit:
                 words += [f"--{option}", str(value)]
         if options.seconds is not None:
             words += ["--for", f"{options.seconds:.0f}s", *processes]
-        yield Step(words, config.exists)
+        yield Step(words, config.exists, advice=partial(self._storing, dataset))
         if self._is_probed:
             words = ["probe", "--config", str(config), "--output", str(self._probe), *self._overrides]
             yield Step(words, (self._probe / REPORT).exists, is_needed=False)
@@ -189,6 +193,19 @@ class Fit:
         mistakes = out / MISTAKES
         yield Step(["predict", str(out), "--mistakes", str(mistakes)], mistakes.exists, is_needed=False)
         yield Step(["export", str(out)], (out / "export" / "timm" / "README.md").exists)
+
+    def _storing(self, dataset: Path | str) -> str | None:
+        """Return what storing large photographs smaller would save, and the command, if they are read in place."""
+        source = self._options.source
+        if dataset == source or is_remote(source):
+            return None
+        kind = in_place(Path(source))
+        if kind is None or kind == "imagenet" or (saved := saving(Split(dataset, "train"))) is None:
+            return None
+        taken = ["--train" if kind == "folder" else "--source", str(images_root(Path(source))), *self._indexed()]
+        stored = f"{self._out}-{SHORT_SIDE}px"
+        words = ["data", "convert", kind, *taken, "--short-side", str(SHORT_SIDE), "--out", stored]
+        return f"{saved}:\n  {_shown(words)}\nthen `fit` takes {printable(stored)} as SOURCE"
 
     def _indexed(self) -> list[str]:
         """Return the options that read the labels, and those that divide the source, unless its own splits are used."""
