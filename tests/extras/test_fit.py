@@ -185,6 +185,7 @@ def test_what_is_no_time(text: str) -> None:
 def test_the_epochs_that_fit_into_a_time() -> None:
     trial = Trial(import_s=3, start_s=7, step_s=2, evaluation_s=5)
     assert trial.afterwards_s == 2 * (3 + 7) + 5
+    assert trial.probe_s(400, 100) == 3 + 7 + 5 * 5 and trial.probe_s(400, 0) == 3 + 7
 
     def run_s(epochs: float) -> float:  # of 10 steps each, and an evaluation after every second one
         return trial.run_s(math.ceil(10 * epochs), math.ceil(epochs / 2))

@@ -162,11 +162,18 @@ def _in_time(
         every = _evaluate_every(choice, epochs)
         return trial.run_s(config.steps(epochs, len(choice.split)), math.ceil(epochs / every))
 
-    fitting = min(trial.epochs_in(seconds - (time.perf_counter() - begin), run_s), 5 * choice.epochs)
+    others = f"predict and export {duration(trial.afterwards_s)}"
+    probe_s = 0.0
+    if choice.pretrained is not None:
+        validation = choice.split.manifest.splits.get("validation")
+        probe_s = trial.probe_s(len(choice.split), 0 if validation is None else validation.num_records)
+        others += f", and a linear probe {duration(probe_s)}"
+    left_s = seconds - (time.perf_counter() - begin) - probe_s
+    fitting = min(trial.epochs_in(left_s, run_s), 5 * choice.epochs)
     needed = duration(run_s(fitting))
     return replace(choice, epochs=fitting, epochs_reason=f"about {needed} on this machine, as tried"), (
         f"\n{plural(fitting, 'epoch')} will take about {needed}, {choice.global_batch / trial.step_s:,.0f} images/s, "
-        f"and predict and export {duration(trial.afterwards_s)}"
+        f"and {others}"
     )
 
 

@@ -45,6 +45,12 @@ class Trial:
         """The time of `dali-train predict RUN` and `dali-train export RUN`."""
         return 2 * (self.import_s + self.start_s) + self.evaluation_s
 
+    def probe_s(self, num_images: int, num_validation: int) -> float:
+        """Return the time of `dali-train probe`, which computes the features of `num_images` to train on and of the
+        `num_validation` images that `evaluation_s` is of."""
+        passes_s = self.evaluation_s * (num_images + num_validation) / num_validation if num_validation else 0.0
+        return self.import_s + self.start_s + passes_s
+
     def epochs_in(self, seconds: float, run_s: Callable[[float], float]) -> float:
         """Return how many epochs fit into `seconds`, with a margin: whole ones, or hundredths if it is less than one.
 
