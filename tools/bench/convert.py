@@ -5,13 +5,13 @@ A conversion includes reading back and verifying what was written.
 Rounds of all measurements are interleaved, so that a busy moment of the machine hits all of them.
 
 decode      the same number of threads decode the images to RGB with libjpeg-turbo, from memory, and do nothing else
-            (simplejpeg where it is installed, else torchvision, whichever wraps libjpeg-turbo with less around it)
+            (simplejpeg, which wraps libjpeg-turbo with little around it: `pip install -e .[bench]`)
 copy        the archive is copied to another file by the system (sendfile) and flushed to the disk
 
-With --peers, the writers of FFCV, LitData, Streaming and WebDataset too (`pip install -e .[bench]`), in as many
-processes as there are threads. They read the images as files that were extracted before, and copy the original bytes
-(FFCV cannot), or store images of at most 400 pixels as JPEGs of quality 90: FFCV by its own option, the others from
-PIL. None of them decodes what it copies, reads back what it wrote, or flushes it to the disk.
+With --peers, the writers of FFCV, LitData, Streaming and WebDataset too, in as many processes as there are threads.
+They read the images as files that were extracted before, and copy the original bytes (FFCV cannot), or store images of
+at most 400 pixels as JPEGs of quality 90: FFCV by its own option, the others from PIL. None of them decodes what it
+copies, reads back what it wrote, or flushes it to the disk.
 """
 
 import argparse
@@ -83,9 +83,8 @@ def _bench(options: argparse.Namespace) -> int:
             on_bad="fail",
         )
 
-    decoder, decode = _bare_decoder()
     measurements: dict[str, Measurement] = {
-        "decode": lambda _: _decode_all(images, decode, options.threads),
+        "decode": lambda _: _decode_all(images, options.threads),
         "convert": lambda out: convert(conversion(out)),
         "copy": lambda out: _copy(options.archive, out / "copy", options.repeat),
         "convert --no-decode-check": lambda out: convert(conversion(out, decode_check=False)),
@@ -109,7 +108,7 @@ def _bench(options: argparse.Namespace) -> int:
             print(f"  round {round_number} of {options.rounds}", file=sys.stderr, flush=True)
     print(
         f"{len(source.labels)} images, {source.num_bytes / 1e6:.0f} MB, {options.threads} threads, {options.rounds} "
-        f"rounds; decoder {decoder}\n{describe_machine()}"
+        f"rounds; decoder simplejpeg {version('simplejpeg')}\n{describe_machine()}"
     )
     spreads = {name: Spread.of(values) for name, values in rates.items()}
     for name, rate in spreads.items():
@@ -127,23 +126,12 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def _bare_decoder() -> tuple[str, Callable[[bytes], object]]:
-    try:
-        import simplejpeg
-    except ImportError:
-        import torch
-        from torchvision.io import ImageReadMode, decode_jpeg
+def _decode_all(images: list[bytes], threads: int) -> None:
+    import simplejpeg
 
-        return f"torchvision {version('torchvision')}", lambda content: decode_jpeg(
-            torch.frombuffer(bytearray(content), dtype=torch.uint8), mode=ImageReadMode.RGB
-        )
-    return f"simplejpeg {version('simplejpeg')}", lambda content: simplejpeg.decode_jpeg(content, colorspace="RGB")
-
-
-def _decode_all(images: list[bytes], decode: Callable[[bytes], object], threads: int) -> None:
     def decode_part(part: int) -> None:
         for content in images[part::threads]:
-            decode(content)
+            simplejpeg.decode_jpeg(content, colorspace="RGB")
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(decode_part, range(threads)))

@@ -5,10 +5,10 @@ take turns, round after round, so that a busy moment of the machine hits all of 
 Printed are medians and spread over the rounds of images/s and CPU time, and each process's memory.
 
 Contenders: this project bilinear and antialiased; torchvision's ImageFolder and DataLoader with PIL and with
-decode_image; timm's loader; DALI's own TFRecord reader with its random-crop decoder; the pipeline of ColossalAI's ViT
-example; FFCV, WebDataset, torchcodec, SPDL and Grain where they are installed (`pip install -e .[bench]`); this
-project, timm and torchvision with RandAugment; this project, torchvision and lightly with ten views of an image
-(views.py); a synthetic source; and the floor, bare decoding of complete images by libjpeg-turbo on as many threads. The
+torchcodec; timm's loader; DALI's own TFRecord reader with its random-crop decoder; the pipeline of ColossalAI's ViT
+example; FFCV, WebDataset, SPDL and Grain; this project, timm and torchvision with RandAugment; this project,
+torchvision and lightly with ten views of an image (views.py); a synthetic source; and the floor, bare decoding of
+complete images by libjpeg-turbo on as many threads. What is not installed (`pip install -e .[bench]`) is left out. The
 ladder adds this project's stages one by one.
 """
 

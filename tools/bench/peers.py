@@ -224,24 +224,13 @@ def _v2_transform(augment: Sequence[Any] = ()) -> Any:
     )
 
 
-def _torchvision_decode_image(task: Task, augment: Sequence[Any] = ()) -> Iterator[Any]:
-    from torchvision import datasets
-    from torchvision.io import ImageReadMode, decode_image
-
-    need_files(task)
-    files = datasets.ImageFolder(
-        str(task.files), _v2_transform(augment), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB)
-    )
-    return data_loader(task, files)
-
-
-def _torchcodec(task: Task) -> Iterator[Any]:
-    """Where torchvision's decoders have moved to."""
+def _torchvision_torchcodec(task: Task, augment: Sequence[Any] = ()) -> Iterator[Any]:
+    """With the decoders that have replaced torchvision's own since 0.29."""
     from torchcodec.decoders import decode_image
     from torchvision import datasets
 
     need_files(task)
-    return data_loader(task, datasets.ImageFolder(str(task.files), _v2_transform(), loader=decode_image))
+    return data_loader(task, datasets.ImageFolder(str(task.files), _v2_transform(augment), loader=decode_image))
 
 
 def _spdl(task: Task) -> Iterator[Any]:
@@ -272,7 +261,7 @@ def _grain(task: Task) -> Iterator[Any]:
     """ArrayRecord files, as its documentation advises; the user chooses decoder and transforms."""
     import grain
     import torch
-    from torchvision.io import ImageReadMode, decode_image
+    from torchcodec.decoders import decode_image
 
     if not task.array_record.exists():
         raise NotImplementedError("it reads encoded images, the dataset has raw pixels")
@@ -281,8 +270,7 @@ def _grain(task: Task) -> Iterator[Any]:
     def load(record: bytes, generator: np.random.Generator) -> Any:
         torch.set_num_threads(1)
         torch.manual_seed(int(generator.integers(1 << 62)))
-        encoded = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        return transform(decode_image(encoded, mode=ImageReadMode.RGB)).numpy()
+        return transform(decode_image(record)).numpy()
 
     records = grain.MapDataset.source(grain.sources.ArrayRecordDataSource([str(task.array_record)]))
     batches = records.seed(0).shuffle().repeat().random_map(load).batch(task.batch, drop_remainder=True)
@@ -479,8 +467,7 @@ CONTENDERS: dict[str, Contender] = {
     "ladder: read, decode, resize": lambda task: _stage(task, stage="resize"),
     "ladder: read to normalise": lambda task: _stage(task, stage="normalise"),
     "torchvision PIL": _torchvision_pil,
-    "torchvision decode_image": _torchvision_decode_image,
-    "torchcodec": _torchcodec,
+    "torchvision torchcodec": _torchvision_torchcodec,
     "spdl": _spdl,
     "grain": _grain,
     "timm": _timm,
@@ -488,7 +475,7 @@ CONTENDERS: dict[str, Contender] = {
     "RandAugment dali_train antialiased": lambda task: _loader(task, antialias=True, augment=RANDAUGMENT),
     "RandAugment peer timm": lambda task: _timm(task, RANDAUGMENT),
     "RandAugment peer torchvision PIL": lambda task: _torchvision_pil(task, _rand_augment()),
-    "RandAugment peer torchvision decode_image": lambda task: _torchvision_decode_image(task, _rand_augment()),
+    "RandAugment peer torchvision torchcodec": lambda task: _torchvision_torchcodec(task, _rand_augment()),
     "dali tfrecord reader": lambda task: _dali_tfrecord(task, colossalai=False),
     "colossalai": lambda task: _dali_tfrecord(task, colossalai=True),
     "ffcv": _ffcv,

@@ -26,10 +26,10 @@ def _ours(task: Task) -> Iterator[Any]:
 
 
 def _torchvision(task: Task) -> Iterator[Any]:
-    """Tensors and transforms.v2, the faster of torchvision's ways."""
+    """torchcodec's tensors and transforms.v2, the faster of torchvision's ways."""
     import torch
+    from torchcodec.decoders import decode_image
     from torchvision import datasets
-    from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms import v2
 
     need_files(task)
@@ -48,7 +48,7 @@ def _torchvision(task: Task) -> Iterator[Any]:
     files = datasets.ImageFolder(
         str(task.files),
         transform=lambda image: [transform(image) for transform in transforms],
-        loader=lambda path: decode_image(path, mode=ImageReadMode.RGB),
+        loader=decode_image,
     )
     return data_loader(task, files)
 

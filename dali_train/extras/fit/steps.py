@@ -205,7 +205,7 @@ class Fit:
         taken = ["--train" if kind == "folder" else "--source", str(images_root(Path(source))), *self._indexed()]
         stored = f"{self._out}-{SHORT_SIDE}px"
         words = ["data", "convert", kind, *taken, "--short-side", str(SHORT_SIDE), "--out", stored]
-        return f"{saved}:\n  {_shown(words)}\nthen `fit` takes {printable(stored)} as SOURCE"
+        return f"{saved}:\n  {_shown(words)}\nthen use {printable(stored)} in place of {printable(source)}"
 
     def _indexed(self) -> list[str]:
         """Return the options that read the labels, and those that divide the source, unless its own splits are used."""
