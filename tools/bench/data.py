@@ -6,10 +6,10 @@ Printed are medians and spread over the rounds of images/s and CPU time, and eac
 
 Contenders: this project bilinear and antialiased; torchvision's ImageFolder and DataLoader with PIL and with
 torchcodec; timm's loader; DALI's own TFRecord reader with its random-crop decoder; the pipeline of ColossalAI's ViT
-example; FFCV, WebDataset, SPDL and Grain; this project, timm and torchvision with RandAugment; this project,
-torchvision and lightly with ten views of an image (views.py); a synthetic source; and the floor, bare decoding of
-complete images by libjpeg-turbo on as many threads. What is not installed (`pip install -e .[bench]`) is left out. The
-ladder adds this project's stages one by one.
+example; FFCV, TurboLoader, WebDataset, SPDL and Grain; this project, timm and torchvision with RandAugment; this
+project, torchvision and lightly with ten views of an image (views.py); a synthetic source; and the floor, bare decoding
+of complete images by libjpeg-turbo on as many threads. What is not installed (`pip install -e .[bench]`) is left out.
+The ladder adds this project's stages one by one.
 """
 
 import argparse
@@ -48,6 +48,7 @@ from tools.bench.views import VIEWS
 RATIOS: list[tuple[str, str, str, tuple[float | None, float | None, float | None]]] = [
     ("dali_train", "ffcv", "FFCV", (2.0, 2.0, 2.0)),
     ("dali_train antialiased", "ffcv", "FFCV", (1.8, 1.8, 1.8)),
+    ("dali_train", "turboloader", "TurboLoader", (1.5, 1.5, 1.5)),
     ("dali_train", "torchvision", "torchvision's better DataLoader", (2.0, 2.0, None)),
     ("dali_train", "dali tfrecord reader", "DALI's own TFRecord reader", (1.4, 1.4, None)),
     ("TrainLoader", "dali_train", "the trainer's own path", (0.98, 0.98, 0.98)),

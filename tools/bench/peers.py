@@ -6,7 +6,9 @@ channels-last memory, the others channels-first. After the first round everythin
 reads nothing ahead, nor does FFCV.
 """
 
+import io
 import itertools
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import Split
@@ -47,6 +50,12 @@ class Task:
         return self.work / "train-000000.tar"
 
     @property
+    def turbo(self) -> Path:
+        """Of JPEGs alone, since TurboLoader takes each member for one; or its own format, of raw pixels."""
+        jpegs = self.work / "turbo.tar"
+        return jpegs if jpegs.exists() else self.work / "turbo.tbl"
+
+    @property
     def array_record(self) -> Path:
         return self.work / "train.array_record"
 
@@ -55,13 +64,15 @@ Contender = Callable[[Task], Iterator[Any]]
 
 
 def export(task: Task) -> None:
-    """Write the same bytes as image files, and in the formats of FFCV, WebDataset and Grain if these are installed."""
+    """Write the same bytes as image files, and in the formats of FFCV, WebDataset, Grain and TurboLoader if these are
+    installed."""
     split = Split(task.dataset, "train")
     if split.manifest.encoding == "image":
         export_files(task)
         _export_webdataset(task, split)
         _export_array_record(task, split)
     _export_ffcv(task, split)
+    _export_turboloader(task, split)
 
 
 def export_files(task: Task) -> None:
@@ -181,7 +192,6 @@ def need_files(task: Task) -> None:
 
 def _rand_augment() -> list[Any]:
     """RANDAUGMENT for PIL images, as in timm's loader."""
-    from PIL import Image
     from timm.data.auto_augment import rand_augment_transform
 
     return [rand_augment_transform(RANDAUGMENT, {"img_mean": (128,) * 3, "interpolation": Image.Resampling.BILINEAR})]
@@ -442,6 +452,54 @@ def _export_webdataset(task: Task, split: Split) -> None:
             )
 
 
+def _turboloader(task: Task) -> Iterator[Any]:
+    """Its threads are as many as the machine's processors. Raw pixels take no normalisation but ImageNet's."""
+    import turboloader
+
+    is_raw = task.turbo.suffix == ".tbl"
+    values = [MEAN / 255] * 3, [STD / 255] * 3
+    loader = turboloader.DataLoader(
+        str(task.turbo),
+        batch_size=task.batch,
+        num_workers=task.threads,
+        shuffle=True,
+        transform=turboloader.ImageNetNormalize() if is_raw else turboloader.Normalize(*values),
+        image_size=SIZE,
+        output_format="pytorch",
+        drop_last=True,
+        train_aug=True,
+    )
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def _export_turboloader(task: Task, split: Split) -> None:
+    """The same JPEGs; of raw pixels, its own format with squares as large as their short side, made of JPEGs."""
+    try:
+        import turboloader
+    except ImportError:
+        return
+    shards, is_raw = MappedFiles(split), split.manifest.encoding == "raw"
+    jpegs = task.work / "turbo.tar"
+    with tarfile.open(jpegs, "w", format=tarfile.USTAR_FORMAT) as writer:
+        for image, row in enumerate(split.rows):
+            content = stored_image(shards, image)
+            encoded = content.tobytes()
+            if is_raw:
+                buffer = io.BytesIO()
+                pixels = content.reshape(int(row["height"]), int(row["width"]), 3)
+                Image.fromarray(pixels).save(buffer, "JPEG", quality=95)
+                encoded = buffer.getvalue()
+            member = tarfile.TarInfo(f"{image:08d}.jpg")
+            member.size = len(encoded)
+            writer.addfile(member, io.BytesIO(encoded))
+    if is_raw:
+        side = int(np.minimum(split.rows["height"], split.rows["width"]).min())
+        turboloader.preprocess_to_tbl(str(jpegs), str(task.work / "turbo.tbl"), image_size=side)
+        jpegs.unlink()
+
+
 def _libjpeg_turbo(task: Task) -> Iterator[Any]:
     import simplejpeg
 
@@ -480,6 +538,7 @@ CONTENDERS: dict[str, Contender] = {
     "colossalai": lambda task: _dali_tfrecord(task, colossalai=True),
     "ffcv": _ffcv,
     "webdataset": _webdataset,
+    "turboloader": _turboloader,
     "synthetic": lambda task: _loader(task, reader="synthetic"),
     "libjpeg-turbo alone": _libjpeg_turbo,
 }
