@@ -91,7 +91,21 @@ class RunDirectory:
         """The run's settings, without user hooks, which are not needed any more."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*hooks.user")
-            return config_from_json(self._read("config.json"), str(self.directory / "config.json"))
+            config = config_from_json(self._read("config.json"), str(self.directory / "config.json"))
+        root = self._root_from_here(config)
+        return config if root is None else config.replace({"data.root": str(root)})
+
+    def _root_from_here(self, config: Config) -> Path | None:
+        """Return where the dataset is if data.root is relative to the directory that the run was started in, and this
+        process works in another one: run.dir is relative to the same directory. None: data.root is right as it is."""
+        own, root = Path(config.run.dir), Path(config.data.root)
+        if is_remote(config.data.root) or own.is_absolute() or root.is_absolute() or root.exists():
+            return None
+        here = self.directory.resolve()
+        if here.parts[-len(own.parts) :] != own.parts:
+            return None
+        there = Path(*here.parts[: -len(own.parts)], root)
+        return there if there.exists() else None
 
     @cached_property
     def environment(self) -> dict[str, Any]:

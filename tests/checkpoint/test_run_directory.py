@@ -125,6 +125,20 @@ def test_what_a_run_did_not_write(
     assert set(refused.values()) == expected.get(command[0], {"config.json"})
 
 
+def test_a_dataset_beside_a_run_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings have paths as they were from where the run was started; and the run may be copied with its dataset."""
+    monkeypatch.chdir(tmp_path)
+    run = write_run(Path("runs/a"), changes={"data.root": "data/photos"})
+    Path("data/photos").mkdir(parents=True)
+    assert RunDirectory(run).config.data.root == "data/photos"
+    monkeypatch.chdir("/")
+    assert RunDirectory(tmp_path / "runs" / "a").config.data.root == str(tmp_path / "data" / "photos")
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert RunDirectory(tmp_path / "copy/runs/a").config.data.root == str(tmp_path / "copy" / "data" / "photos")
+    shutil.move(tmp_path / "runs", tmp_path / "experiments")
+    assert RunDirectory(tmp_path / "experiments" / "a").config.data.root == "data/photos"
+
+
 def test_what_is_no_status_is_called_so(tmp_path: Path) -> None:
     unknown = (b'"odd", "step": 1', b'[], "step": 1', b'"failed", "step": 1, "reason": 3', b'"running"')
     for content in (b"", b"{}", b"\xff", b" " * 200_000, *(b'{"state": %s}' % fields for fields in unknown)):

@@ -97,7 +97,8 @@ def test_words_of_splits() -> None:
         "TRAINS": None,
     }
     assert {name: split_word(name) for name in words} == words
-    for names in (("Training", "Testing"), ("seg_train", "seg_test"), ("val", "test"), ("train",)):
+    around = ("1_train", "2_val"), ("01-train", "03-test"), ("train", "test1")
+    for names in (("Training", "Testing"), ("seg_train", "seg_test"), ("val", "test"), ("train",), *around):
         assert [*split_folders_among([*names, *(["docs"] if len(names) > 1 else [])])] == [*names]
     for names in (("train", "bus"), ("bullet_train", "test_tube"), ("val_d_isere", "test_pilot"), ("a_val", "a_test")):
         assert split_folders_among(names) == {}

@@ -189,8 +189,13 @@ def test_broken_files(tmp_path: Path) -> None:
     tar = write_tar(tmp_path / "train-0.tar", SAMPLE)
     for path in (tmp_path / "a", tar):
         assert f"--class-names {path}: cannot be read" in error(class_names=path)
-    (tmp_path / "names").write_text("ant\nant\n")
-    assert "use one name per line, each class another" in error(class_names=tmp_path / "names")
+    for text, reason in (
+        ("ant\nant\n", "line 2 is 'ant' again, as line 1"),
+        ("ant\n\nbee\n", "line 2 is empty"),
+        ("\n\n", "is empty"),
+    ):
+        (tmp_path / "names").write_text(text)
+        assert f"{reason}: use one name per line, each class another" in error(class_names=tmp_path / "names")
     other = write_tar(tmp_path / "val-0.tar", SAMPLE)
     assert "--validation-fraction is 0.5 where there is a validation split" in error(validation_fraction=0.5)
     other = other.rename(tmp_path / "other.tar")
@@ -209,7 +214,7 @@ def test_broken_files(tmp_path: Path) -> None:
     [
         (SAMPLE[:1], None, ":a/1", "has 1 image and 0 .cls files: there must be one of each side by side"),
         (SAMPLE[1:], None, ":a/1", "has 0 images and 1 .cls file"),
-        (SAMPLE[:1], None, ":a/1", "; of class folders, unpack it with `tar xf` and name their directory"),
+        (SAMPLE[:1], None, ":a/1", "with `tar xf` and name their directory; if it is unpacked already, move it away"),
         ([*SAMPLE, ("a/1.png", b"")], None, ":a/1", "has 2 images and 1 .cls file"),
         ([SAMPLE[0], ("b/2.jpg", b""), SAMPLE[1]], None, ":a/1", "has 1 image and 0 .cls files"),
         ([SAMPLE[0], ("a/1.json", b"{}")], None, ":a/1", "name the field of a KEY.json with --label-key"),

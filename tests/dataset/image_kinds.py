@@ -451,6 +451,7 @@ KINDS = [
     Kind("JPEG 2000, RGB", saved("JPEG2000")),
     Kind("JPEG 2000, RGB without container", saved("JPEG2000", no_jp2=True)),
     Kind("JPEG 2000, grey", saved("JPEG2000", "L")),
+    Kind("JPEG 2000, grey without container", saved("JPEG2000", "L", no_jp2=True)),
     Kind("JPEG 2000, RGBA", lambda image: encoded(opaque_to_clear(image), "JPEG2000")),
     Kind("JPEG 2000, grey, 16 bits", lambda image: encoded(Image.fromarray(sixteen(image, "L")[..., 0]), "JPEG2000")),
     Kind(

@@ -28,6 +28,7 @@ from dali_train.extras.indexing.foreign_shards import build_index
 from dali_train.extras.pictures.sheets import picture
 from tests.conftest import encoded, photograph, write_shard
 from tests.convert.files import EPS, convert, files_of, small_photograph, tool, write_folder
+from tests.dataset.image_kinds import tiff
 from tools.bench.generated import accept_index
 
 
@@ -248,6 +249,11 @@ def jpeg_with(**changes: int) -> bytes:
             for kind in ("ICO", "TGA", "PCX", "DDS")
         ],
         (encoded(photograph(1, 30, 40), "GIF"), "is a GIF, which DALI does not decode"),
+        (
+            tiff(np.zeros((9, 9, 13), np.uint16), photometric=1),
+            "is a TIFF of a kind that is not read (13 bands of 16",
+        ),
+        (b"II*\0" + b"\xff" * 40, "is a TIFF of a kind that is not read: save what is to be seen of it"),
         (jpeg_with(process=3), "is a JPEG of process SOF3 with 8 bits, which decoders refuse"),
         (jpeg_with(precision=12), "is a JPEG of process SOF0 with 12 bits"),
         (jpeg_with(width=0), "pixels: there is nothing to decode"),

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -475,6 +477,9 @@ def test_what_cannot_be_indexed_in_place(
     (other / "thesis.tex").touch()
     with zipfile.ZipFile(other / "photos.zip", "w") as photos:
         photos.writestr("ant/1.jpg", b"")
+    (tmp_path / "parts").mkdir()
+    part = tmp_path / "parts" / "images.tar.gz.001"
+    part.write_bytes((tmp_path / "packed" / "a.tar").read_bytes()[:300])
     (tmp_path / "nothing").mkdir()
     nameless = tmp_path / "nameless" / "train" / "ant" / "1"
     nameless.parent.mkdir(parents=True)
@@ -516,6 +521,8 @@ def test_what_cannot_be_indexed_in_place(
         ((tmp_path / "nameless", *out), "train/ant/1 is an image, and its name does not say so: add .jpg"),
         ((other / "photos.zip", *out, *fraction), "photos.zip: is a zip archive: unpack it: `unzip "),
         ((other, *out, *fraction), "photos.zip is a zip archive: unpack it: `unzip "),
+        ((part.parent, *out), f"001 is a part of a file: join all of them: `cat {part.parent}/images.tar.gz.* > "),
+        ((part, *out), "001: is a part of a file: join all of them: `cat "),
         ((tmp_path / "parquet", *out, *fraction), "it holds files of parquet: run `dali-train data convert parquet"),
         ((tmp_path / "nothing", *out, *fraction), "nothing in the directory looks like a dataset"),
         ((forms / "converted", *fraction), "--validation-fraction: has no effect on TFRecords, which are indexed"),
@@ -537,3 +544,21 @@ def test_indexing_again_without_a_validation_split_leaves_nothing_of_it(tmp_path
     data(*words)
     names = {path.name for path in (tmp_path / "index/index").iterdir()}
     assert names == {"files.npy", "train.npy", "train.crc.npy"}
+
+
+def test_medmnists_arrays_become_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the command that is printed."""
+    monkeypatch.chdir(tmp_path)
+    Path("med").mkdir()
+    arrays = {f"{split}_images": np.zeros((3, 28, 28, 3), np.uint8) for split in ("train", "val", "test")}
+    arrays |= {f"{split}_labels": np.array([[0], [1], [1]]) for split in ("train", "val", "test")}
+    np.savez("med/bloodmnist.npz", **arrays)
+    data("index", "med", "--out", "index", status=2)
+    printed = capfd.readouterr().err
+    assert "bloodmnist.npz is an archive of NumPy's arrays, which is not read: write its images as files" in printed
+    command = printed[printed.index("`python3 ") + 1 : printed.rindex("`")].replace("python3", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)
+    data("index", "images", "--out", "index")
+    assert Split(Path("index"), "validation").class_counts.tolist() == [1, 2]

@@ -439,7 +439,7 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         "t.csv",
         "file,label\na.jpg,cat\nd.jpg,dog\n",
         "",
-        "is in several folders, as other/d.jpg and sub/d.jpg",
+        "'d.jpg' may be other/d.jpg or sub/d.jpg: put the table beside the images",
     ),
     "elsewhere": ("t.csv", "file,label\n../a.jpg,cat\n", "", "does not lie below"),
     "JSON lines": ("t.jsonl", JSON_LINES, "", CATS),
@@ -557,6 +557,7 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
         ({"c.jpg": "sub", "0.jpg": "many"}, {"d.jpg": "sub"}),
     ),
     "files in no folder": ("t.csv", "file,split\na.jpg,train\nsub/d.jpg,val\n", "", "not all of its files lie in"),
+    "names of files alone": ("t.txt", "c.jpg\n0.jpg\n1.jpg\n", "", {"c.jpg": "sub", "0.jpg": "many", "1.jpg": "many"}),
     "files of one folder": ("t.txt", "many/0.jpg\nmany/1.jpg\n", "", "not all of its files lie in class folders"),
     "files elsewhere": ("t.txt", "many/0.jpg\nmany/99\n", "", "put the table into the directory that holds them"),
     "files alone, and --multi-hot": ("t.csv", "file\nmany/0.jpg\n", "--multi-hot", "has only files"),
@@ -631,6 +632,129 @@ def test_dialects(dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
 
 
+def numbered(pattern: str, *numbers: int) -> list[str]:
+    return [pattern.format(n=number, c=("cat", "dog")[number % 2]) for number in numbers]
+
+
+ALL = range(6)
+BUT_4 = (0, 1, 2, 3, 5)
+# The images, the table's name, how it names the images 0 to 5, cats and dogs in turn, and the right answer: the images,
+# or a part of the message. None of the images that are there in the place of a missing one may be taken for it.
+MEANT: dict[str, tuple[list[str], str, str, list[str] | str]] = {
+    "images and masks by ids": (
+        [*numbered("images/{n}.tif", *ALL), *numbered("masks/{n}.png", *ALL)],
+        "labels.csv",
+        "{n}",
+        "'0' may be images/0.tif or masks/0.png: put the table beside the images",
+    ),
+    "capitals in suffixes": (
+        [*numbered("images/{n}.JPG", *ALL), *numbered("masks/{n}.png", *ALL)],
+        "labels.csv",
+        "{n}",
+        "'0' may be images/0.JPG or masks/0.png",
+    ),
+    "two suffixes": ([*numbered("{n}.jpg", *ALL), "0.png"], "labels.csv", "{n}", "may be 0.jpg or 0.png: write its su"),
+    "splits by ids": (
+        [*numbered("train/{n}.tif", *ALL), *numbered("test/{n}.png", *ALL)],
+        "train.csv",
+        "{n}",
+        numbered("train/{n}.tif", *ALL),
+    ),
+    "an id that only masks have": (
+        [*numbered("images/{n}.jpg", *BUT_4), *numbered("masks/{n}.png", 4, 6, 7, 8)],
+        "labels.csv",
+        "{n}",
+        "there is no such file in images/, where 5 others are, but masks/4.png: restore the file",
+    ),
+    "a name that only another folder has": (
+        [*numbered("train/{n}.jpg", *BUT_4), *numbered("unlabeled/{n}.jpg", *ALL)],
+        "train.csv",
+        "{n}.jpg",
+        "line 6: there is no such file in train/, where 5 others are, but unlabeled/4.jpg",
+    ),
+    "a name that only the other split has": (
+        [*numbered("train/{n}.jpg", *BUT_4), "test/4.jpg"],
+        "train.csv",
+        "{n}.jpg",
+        "there is no such file in train/, where 5 others are, but test/4.jpg",
+    ),
+    "a name that is not beside the table": (
+        [*numbered("{n}.jpg", *BUT_4), *numbered("old/{n}.jpg", 4, 6, 7, 8)],
+        "labels.csv",
+        "{n}.jpg",
+        "there is no such file beside the table, where 5 others are, but old/4.jpg",
+    ),
+    "parts of a download": (
+        [*numbered("part_1/{n}.jpg", *BUT_4), *numbered("part_2/{n}.jpg", 4, 6, 7, 8)],
+        "labels.csv",
+        "{n}",
+        [*numbered("part_1/{n}.jpg", *BUT_4), "part_2/4.jpg"],
+    ),
+    "class folders": (
+        [*numbered("Cat/{n}.jpg", 0, 2, 4), *numbered("Dog/{n}.jpg", 1, 3, 5, 7, 9, 11, 13)],
+        "labels.csv",
+        "{n}.jpg",
+        [*numbered("Cat/{n}.jpg", 0, 2, 4), *numbered("Dog/{n}.jpg", 1, 3, 5)],
+    ),
+    "many folders": (
+        [f"class_{number}/{number}.jpg" for number in range(30)],
+        "labels.csv",
+        "{n}.jpg",
+        numbered("class_{n}/{n}.jpg", *ALL),
+    ),
+    "two of many folders": (
+        [*(f"class_{number}/{number}.jpg" for number in range(30)), "class_7/0.jpg"],
+        "labels.csv",
+        "{n}.jpg",
+        "'0.jpg' may be class_0/0.jpg or class_7/0.jpg: put the table beside the images",
+    ),
+    "another machine's": (
+        numbered("{c}/{n}.jpg", *ALL),
+        "labels.csv",
+        "/a/b/{c}/{n}.jpg",
+        numbered("{c}/{n}.jpg", *ALL),
+    ),
+    "another machine's, one missing": (
+        [*numbered("{c}/{n}.jpg", *BUT_4), "rejected/4.jpg"],
+        "labels.csv",
+        "/content/drive/photos/{c}/{n}.jpg",
+        "there is no file cat/4.jpg",
+    ),
+    "another machine's, another split": (
+        numbered("test/{n}.jpg", *ALL),
+        "labels.csv",
+        "/kaggle/input/train/{n}.jpg",
+        "there is no file kaggle/input/train/0.jpg",
+    ),
+    "another machine's, masks": (
+        numbered("masks/{n}.png", *ALL),
+        "labels.csv",
+        r"D:\data\images\{n}.png",
+        "there is no file D:/data/images/0.png",
+    ),
+    "another machine's, the first elsewhere": (
+        [*numbered("{c}/{n}.jpg", 1, 2, 3, 4, 5), "0.jpg"],
+        "labels.csv",
+        "/a/b/{c}/{n}.jpg",
+        "'/a/b/dog/1.jpg' would be dog/1.jpg here, and '/a/b/cat/0.jpg' 0.jpg, which cannot both be right",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEANT)
+def test_which_images_a_table_means(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, table, name, answer = MEANT[case]
+    put(tmp_path, images, {table: "\n".join(["id,label", *numbered(f"{name},{{c}}", *ALL)])})
+    status = cli.main(["data", "index", str(tmp_path / table), "--out", str(tmp_path / "index")])
+    if isinstance(answer, str):
+        assert status == 2 and answer in capsys.readouterr().err
+        return
+    assert status == 0, capsys.readouterr().err
+    assert sorted(Split(tmp_path / "index", "train").file_names()) == sorted(answer)
+    labelled = labels(tmp_path / "index", "train")
+    assert all(label == ("cat", "dog")[int(Path(name).stem) % 2] for name, label in labelled.items())
+
+
 def test_a_class_for_each_column_by_name_and_by_directory(tmp_path: Path) -> None:
     """The classes have the same numbers, and one without an image is none."""
     root = tmp_path / "images"
@@ -655,6 +779,11 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         "2 folders in class folders are no classes, and their images are of the folders above: a/airfield, a/cabin",
     ),
     "a split beside class folders": (["cat/1.jpg", "dog/2.jpg", "val/cat/3.jpg"], False, "val is called as a split"),
+    "a split beside another folder": (
+        ["trainval/a/1.jpg", "trainval/b/2.jpg", "test/a/3.jpg"],
+        False,
+        "test is called as a split, what is beside it is not (trainval): call trainval train if it has the training",
+    ),
     "splits in class folders": (
         [f"{name}/{split}/{n}.jpg" for n, name in enumerate("ab") for split in ("train", "val")],
         False,

@@ -12,6 +12,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
+
+from dali_train.text import plural
 
 MAX_PIXELS = 100_000_000  # ImageNet's largest image has 61 million; much larger ones would exhaust memory
 MAX_DRAFTED = 500_000_000  # of a JPEG that is decoded to fewer; phones make 200 million
@@ -176,6 +180,8 @@ def _misread_jpeg2000(image: Any, encoded: bytes | memoryview) -> str | None:
     if any(steps != [1, 1] for _, *steps in components) or left or top:
         return "with samples at other places than pixels"
     depths = [depth for depth, *_ in components]
+    if len(components) == 1 and content.startswith(_CODESTREAM):
+        return "that is grey, without the container of a .jp2 file"
     if depths in ([7], [7] * 3, [7] * 4, [15]):
         return None
     bits = ", ".join(str((depth & 127) + 1) for depth in depths)
@@ -201,7 +207,7 @@ def _codestream(content: bytes) -> tuple[tuple[int, int], list[tuple[int, ...]]]
 
 
 _ORIENTATION, _COMPRESSION, _PHOTOMETRIC = 274, 259, 262  # tags of TIFF 6.0
-_BITS, _SAMPLE_FORMAT, _EXTRA_SAMPLES = 258, 339, 338
+_BITS, _SAMPLES, _SAMPLE_FORMAT, _EXTRA_SAMPLES = 258, 277, 339, 338
 _MISREAD_KINDS: dict[str, Callable[[Any, bytes | memoryview], str | None]] = {
     "TIFF": _misread_tiff,
     "BMP": _misread_bmp,
@@ -262,6 +268,11 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FOR
         begin = bytes(encoded[:8])
         if begin.startswith(b"GIF8"):
             raise BadImageError("is a GIF, which DALI does not decode" + _CONVERT) from error
+        if begin.startswith(_TIFF):
+            raise BadImageError(
+                f"is a TIFF of a kind that is not read{_tiff_samples(encoded)}: save what is to be seen of it as grey "
+                "or RGB, with 8 or 16 bits"
+            ) from error
         raise BadImageError(
             f"is not an image in a known format ({', '.join(formats)}); it begins with {begin!r}"
         ) from error
@@ -269,6 +280,23 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FOR
         raise BadImageError(f"has more pixels than PIL opens: {_TOO_MANY}") from error
     except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
         raise BadImageError(f"is not an image that can be read ({type(error).__name__}: {error})") from error
+
+
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # how TIFF and BigTIFF begin
+
+
+def _tiff_samples(encoded: bytes | memoryview) -> str:
+    """Return how many bands a TIFF has, and of which numbers, as `` (13 bands of 16 bits, signed)``; nothing if it
+    cannot be told."""
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):  # of PIL's parser, on damaged files
+        file = io.BytesIO(encoded)
+        tags = ImageFileDirectory_v2(file.read(16 if b"+" in bytes(encoded[2:4]) else 8))
+        file.seek(tags.next)
+        tags.load(file)
+        bits = sorted({*tags[_BITS]})
+        numbers = {2: ", signed", 3: ", floating-point"}.get(tags.get(_SAMPLE_FORMAT, (1,))[0], "")
+        return f" ({plural(int(tags.get(_SAMPLES, 1)), 'band')} of {' and '.join(map(str, bits))} bits{numbers})"
+    return ""
 
 
 def decode_rgb(encoded: bytes | memoryview) -> Image.Image:

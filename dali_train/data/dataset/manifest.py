@@ -76,14 +76,15 @@ def split_folders_among(names: Collection[str]) -> dict[str, SplitWord]:
     """Return those of the folders beside each other that are splits and not classes, with their words.
 
     They are called by nothing but such words, or by these with a common part: ``seg_train``, ``seg_test``; numbers
-    behind them may differ, as in Kaggle's ``train`` and ``test1``. There are two splits, or train is the only folder:
-    "train" beside "bus" is a class.
+    around them may differ, as in Kaggle's ``train`` and ``test1``, or ``1_train`` and ``2_val``. There are two splits,
+    or train is the only folder: "train" beside "bus" is a class.
     """
     by_rest: dict[str, dict[str, SplitWord]] = {"": {}}
     for name in names:
         word = split_word(name)
         if word is not None:
             rest = without_split_words(name).lower().rstrip("0123456789").rstrip("_-. ")
+            rest = rest.lstrip("0123456789").lstrip("_-. ")
             by_rest.setdefault(rest, {})[name] = word
     for rest, folders in by_rest.items():
         words = {*folders.values()}
@@ -378,7 +379,8 @@ def cache_directory() -> Path:
 
 
 def read_class_names(path: Path, option: str = "--class-names") -> list[str]:
-    """Return the lines of a UTF-8 file, the class names in the order of the labels. A byte order mark is no part of it.
+    """Return the lines of a UTF-8 file, the class names in the order of the labels. A byte order mark is no part of it,
+    nor are empty lines at its end.
 
     Raises:
         DatasetError: the file cannot be read, is empty, or has an empty or a duplicate line.
@@ -390,8 +392,15 @@ def read_class_names(path: Path, option: str = "--class-names") -> list[str]:
         raise DatasetError(
             f"{option} {path}: cannot be read ({reason}): use a text file in UTF-8, one name per line"
         ) from error
-    if len({name for name in names if name}) < max(1, len(names)):
-        raise DatasetError(f"{option} {path}: use one name per line, each class another")
+    while names and not names[-1]:
+        names.pop()
+    first: dict[str, int] = {}
+    for number, name in enumerate(names, 1):
+        if not name or first.setdefault(name, number) != number:
+            reason = f"is {name!r} again, as line {first[name]}" if name else "is empty"
+            raise DatasetError(f"{option} {path}: line {number} {reason}: use one name per line, each class another")
+    if not names:
+        raise DatasetError(f"{option} {path}: is empty: use one name per line, each class another")
     return names
 
 

@@ -20,6 +20,13 @@ class _Packing(NamedTuple):
     suffixes: tuple[str, ...] = ()  # without which a filter's command does not take a file
 
 
+_FROM_MEDMNIST = (
+    "import numpy, sys; from pathlib import Path; from PIL import Image; arrays = numpy.load(sys.argv[1]); "
+    "[(path.parent.mkdir(parents=True, exist_ok=True), Image.fromarray(image).save(path)) "
+    'for split in ("train", "val", "test") '
+    'for number, (image, label) in enumerate(zip(arrays[f"{split}_images"], arrays[f"{split}_labels"])) '
+    'for path in [Path("images", split, str(label.ravel()[0]), f"{number}.png")]]'
+)
 _PACKINGS = (
     _Packing(re.escape(GZIP), "compressed with gzip", "gunzip", (".gz", ".tgz")),
     _Packing(rb"\x1f\x9d", "compressed with compress", "uncompress", (".Z",)),
@@ -33,6 +40,11 @@ _PACKINGS = (
         rb"PK\x03\x04.{26}(\[Content_Types\]\.xml|_rels/|docProps/|xl/|mimetypeapplication/vnd\.oasis)|\xd0\xcf\x11\xe0",
         "a workbook of Excel, or of another office program, which is not read: save its table as CSV",
         "libreoffice --headless --convert-to csv FILE",
+    ),
+    _Packing(
+        rb"PK\x03\x04.{26}.{,200}?\.npy",
+        "an archive of NumPy's arrays, which is not read: write its images as files (this is for MedMNIST's names)",
+        f"python3 -c '{_FROM_MEDMNIST}' FILE",
     ),
     _Packing(rb"PK(\x03\x04|\x05\x06|\x07\x08)", "a zip archive", "unzip FILE -d DIRECTORY"),
     _Packing(rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "7z x FILE -oDIRECTORY"),
@@ -56,6 +68,12 @@ _ZLIB = _Packing(
 )
 
 
+# What `split` makes of an archive: images.tar.gz.001, images.zip.partab.
+_PART = re.compile(
+    r"((.+\.(?:tar|tgz|tbz2?|txz|zip|7z|gz|bz2|xz|zst))\.(?:part[-_.]?)?)(?:[a-d](?![rz])[a-z]|\d{2,4})", re.DOTALL
+)
+
+
 def how_packed(path: Path | str, head: bytes | None = None, *, or_zlib: bool = False) -> str | None:
     """Return, for a message, how a file is packed and the command that unpacks it, such as ``is compressed with gzip:
     unpack it: `gunzip photos.tar.gz```; None: it is not packed, or cannot be read.
@@ -64,6 +82,8 @@ def how_packed(path: Path | str, head: bytes | None = None, *, or_zlib: bool = F
         head: the first bytes, where they do not lie at the beginning of the file `path`.
         or_zlib: a stream of zlib is possible, too, and a text is not.
     """
+    if (part := is_part(path)) is not None:
+        return part
     if head is None:
         try:
             with open_regular(Path(path)) as file:
@@ -74,6 +94,14 @@ def how_packed(path: Path | str, head: bytes | None = None, *, or_zlib: bool = F
         if re.match(packing.beginning, head[:_HEAD_BYTES], re.DOTALL):
             return f"is {packing.name}{'' if ':' in packing.name else ': unpack it'}: `{_command(packing, path)}`"
     return None
+
+
+def is_part(path: Path | str) -> str | None:
+    """Return, for a message, that a file is a part of another by its name, and the command that joins them; else
+    None."""
+    if (part := _PART.fullmatch(str(path))) is None:
+        return None
+    return f"is a part of a file: join all of them: `cat {shlex.quote(part[1])}* > {shlex.quote(part[2])}`"
 
 
 def _command(packing: _Packing, path: Path | str) -> str:
@@ -87,11 +115,12 @@ def _to_parquet(path: Path) -> str:
     """Return the Python that writes a file of the package datasets, or all that save_to_disk has saved with it."""
     directory = path.parent
     if (directory.parent / "dataset_dict.json").exists():
-        splits = f"datasets.load_from_disk({_quoted(directory.parent)}).items()"
+        splits = f"datasets.load_from_disk({_quoted(directory.parent.absolute())}).items()"
         return f'import datasets; [split.to_parquet(f"{{name}}.parquet") for name, split in {splits}]'
     if (directory / "state.json").exists():
-        return f'import datasets; datasets.load_from_disk({_quoted(directory)}).to_parquet("train.parquet")'
-    return f"import datasets; datasets.Dataset.from_file({_quoted(path)}).to_parquet({_quoted(f'{path.stem}.parquet')})"
+        return f'import datasets; datasets.load_from_disk({_quoted(directory.absolute())}).to_parquet("train.parquet")'
+    table = f"datasets.Dataset.from_file({_quoted(path.absolute())})"
+    return f"import datasets; {table}.to_parquet({_quoted(f'{path.stem}.parquet')})"
 
 
 def _quoted(text: Path | str) -> str:

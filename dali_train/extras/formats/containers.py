@@ -140,7 +140,8 @@ def _samples_of_key(
                 f"{printable_name(f'{archive.path}:{stem}')}: has {there}: there must be one of each side by side, as "
                 f"KEY.jpg and KEY{ending} (there is {others or 'nothing else'}, and images are {_KINDS}); write the "
                 "tar anew, or name the field of a KEY.json with --label-key, or a file of the names in KEY.txt with "
-                "--class-names; of class folders, unpack it with `tar xf` and name their directory"
+                "--class-names; of class folders, unpack it with `tar xf` and name their directory; if it is unpacked "
+                "already, move it away"
             )
         start = len(key) if has_sample else len(stem)
         for file in rest:
@@ -272,9 +273,8 @@ def _refuse_partitions(source: Path, path: Path, label: str, in_folders: Mapping
     write = 'rows.to_parquet("train.parquet")'
     if splits is not None:
         write = f'[part.to_parquet(f"{{name}}.parquet") for name, part in rows.groupby({splits!r}, observed=True)]'
-    code = (
-        f"import pandas; rows = pandas.read_parquet({str(source)!r}); rows[{label!r}] = rows[{label!r}]{kind}; {write}"
-    )
+    read = f"import pandas; rows = pandas.read_parquet({str(source.absolute())!r})"
+    code = f"{read}; rows[{label!r}] = rows[{label!r}]{kind}; {write}"
     raise SourceError(
         f"{path}: column {label} is in the folders' names (Hive's partitions), and labels are read from files: in a "
         f"new directory, `python3 -c {shlex.quote(code)}` writes files that have it"

@@ -34,6 +34,7 @@ _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _MAX_JSON_BYTES = 1 << 30
 
 # As names are compared, see `plain_name`: what says more comes first.
+_FILE = rf"[/\\]|(?:{'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})$"  # looks like one, and no heading
 FILE_COLUMNS = (
     *("file", "filename", "filepath", "path", "imagepath", "imgpath", "imagefile", "image", "img"),
     *("imagename", "imgname", "imageid", "imgid", "name", "fname", "fn", "id"),
@@ -140,7 +141,7 @@ def find_columns(
     """
     plain = [plain_name(name) for name in table.columns]
     image = _find(table.columns, image_key, FILE_COLUMNS)
-    if image is None and len(table.columns) == 1 and re.search(r"[/\\]", table.columns[0]):
+    if image is None and len(table.columns) == 1 and re.search(_FILE, table.columns[0], re.IGNORECASE):
         return _without_heading(table, 0, image_key, label_key)
     if image is None and len(table.columns) > 1:
         files = [number for number, cell in enumerate(table.columns) if is_file(cell)]

@@ -42,7 +42,7 @@ from dali_train.data.dataset.manifest import (
     without_split_words,
 )
 from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver
-from dali_train.extras.formats.image_finder import ImageFinder
+from dali_train.extras.formats.image_finder import FoldersOfTable, ImageFinder
 from dali_train.extras.formats.label_sets import FEW, LabelSets, order_names
 from dali_train.extras.formats.labels_beside import LIST_OF_SPLITS
 from dali_train.extras.formats.listing import Within, where_it_lies
@@ -130,7 +130,7 @@ def has_validation(path: Path, *, multi_hot: bool = False) -> bool:
                 return True
             finder, word = ImageFinder(path.parent), split_word(path.stem)
             found = (finder.find(row.cells[columns.image].strip(), row.where, word) for row in read.rows(columns))
-            return "validation" in splits_of_words({*_split_folders(file for file, _ in found).values()}).values()
+            return "validation" in splits_of_words({*_split_folders(one.file for one in found).values()}).values()
         words = {split_in(row, columns) for row in read.rows(columns)}
         return "validation" in splits_of_words({word for word in words if word is not None}).values()
     return False
@@ -245,13 +245,15 @@ class _Reader:
             self.classes = [*dict.fromkeys([*self.classes, *(columns.names[number] for number in columns.classes)])]
         absent = self._confidence(columns)
         num_before = len(self._images)
+        folders = FoldersOfTable()
         for row in read.rows(columns):
             if absent is not None and row.cells[absent].strip() in ("0", "0.0"):
                 self.num_absent += 1
             else:
-                self._add(self._image(row, columns, word), row.where)
+                self._add(self._image(row, columns, word, folders), row.where)
         if len(self._images) == num_before:
             raise SourceError(f"{path}: has no rows: use a heading, such as file,label, and a row per image")
+        folders.check(self._finder)
         return columns
 
     def _add(self, image: _Row, where: str) -> None:
@@ -274,15 +276,16 @@ class _Reader:
         plain = [plain_name(name) for name in columns.names]
         return plain.index("confidence") if self._separator is not None and "confidence" in plain else None
 
-    def _image(self, row: Row, columns: Columns, word: SplitWord | None) -> _Row:
+    def _image(self, row: Row, columns: Columns, word: SplitWord | None, folders: FoldersOfTable) -> _Row:
         word = word or split_in(row, columns)
         name = row.cells[columns.image].strip()
-        file, size = self._finder.find(name, row.where, word or self._word)
+        found = self._finder.find(name, row.where, word or self._word)
         if columns.label is None:
             labels = classes_in(row, columns)
         else:
             labels = self._labels(label_in(row, columns), row, name)
-        return _Row(file, size, [label for label in labels if label], word)
+        folders.add(found, row.where, labels, word or self._word)
+        return _Row(found.file, found.size, [label for label in labels if label], word)
 
     def _labels(self, text: str, row: Row, name: str) -> list[str]:
         if text.startswith("[") and text.endswith("]"):  # JSON's list, or Python's as pandas writes it

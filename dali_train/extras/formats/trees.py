@@ -372,9 +372,14 @@ def _refuse_lone_split(container: Container, folders: Collection[str]) -> None:
     """Raises SourceError: one of the folders is called as images that are no training images, the others are not."""
     for name in sorted(folders) if len(folders) > 1 else ():
         if split_word(name) in ("val", "test") and not re.search("[^0-9_. -]", without_split_words(name)):
+            others = [printable_name(other) for other in sorted(folders) if other != name]
+            remedy = "put these into train, or move it away"
+            if len(others) == 1:
+                remedy = f"call {others[0]} train if it has the training images, or move one of them away"
             raise SourceError(
-                f"{container.path}: {printable_name(name)} is called as a split, the folders beside it are not: put "
-                "these into train, or move it away; if it is a class, list all classes in a file for --class-names"
+                f"{container.path}: {printable_name(name)} is called as a split, what is beside it is not "
+                f"({shortened(', '.join(others), _MOST_LETTERS)}): {remedy}; if it is a class, list all classes in a "
+                "file for --class-names"
             )
 
 
