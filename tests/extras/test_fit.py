@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dali_train import cli
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
+from dali_train.extras.cost import speed
 from dali_train.extras.fit import steps as fit_steps
 from dali_train.extras.fit.large_photographs import saving
 from dali_train.extras.init import _seconds
@@ -180,6 +182,23 @@ def test_times(text: str, seconds: float) -> None:
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(Exception, match="use hours, minutes and seconds"):
         _seconds(text)
+
+
+def test_the_first_pass_of_each_kind_does_not_count() -> None:
+    """And they take turns."""
+    calls: list[str] = []
+
+    def timed(name: str, *seconds: float) -> Callable[[], float]:
+        coming = iter(seconds)
+
+        def one() -> float:
+            calls.append(name)
+            return next(coming)
+
+        return one
+
+    assert speed._fastest([timed("fp32", 0.1, 3, 2, 4), timed("bf16", 9, 5, 6, 5)]) == [2, 5]
+    assert calls == ["fp32", "bf16"] * 4
 
 
 def test_the_epochs_that_fit_into_a_time() -> None:
