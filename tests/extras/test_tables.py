@@ -560,6 +560,12 @@ DIALECTS: dict[str, tuple[str, str | bytes, str, Answer]] = {
     "names of files alone": ("t.txt", "c.jpg\n0.jpg\n1.jpg\n", "", {"c.jpg": "sub", "0.jpg": "many", "1.jpg": "many"}),
     "files of one folder": ("t.txt", "many/0.jpg\nmany/1.jpg\n", "", "not all of its files lie in class folders"),
     "files elsewhere": ("t.txt", "many/0.jpg\nmany/99\n", "", "put the table into the directory that holds them"),
+    "a word under a class": (
+        "t.csv",
+        "file,sex\na.jpg,male\n",
+        "--multi-hot",
+        "'male' under sex, which is a class: use",
+    ),
     "files alone, and --multi-hot": ("t.csv", "file\nmany/0.jpg\n", "--multi-hot", "has only files"),
     "boxes behind the file": ("t.csv", "a.jpg,39,116,14\nb.JPEG,36,8,3\n", "", "the first with numbers: name that of"),
     "splits without a heading": (

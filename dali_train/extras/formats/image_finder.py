@@ -258,7 +258,9 @@ class FoldersOfTable:
         folder = self._folders.setdefault(found.folder, _Folder(found.file, where))
         folder.num_rows += 1
         folder.words.add(word)
-        folder.is_class &= all(_normal(label) == _normal(PurePosixPath(found.folder).name) for label in labels)
+        if folder.is_class:
+            name = _normal(PurePosixPath(found.folder).name)
+            folder.is_class = all(_normal(label) == name for label in labels)
         folder.directories.add(found.file.rpartition("/")[0])
 
     def check(self, finder: ImageFinder) -> None:

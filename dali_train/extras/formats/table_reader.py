@@ -232,7 +232,10 @@ def classes_in(row: Row, columns: Columns) -> list[str]:
     for number in columns.classes:
         text = row.cells[number].strip().casefold()
         if text not in _HAS_CLASS | _HAS_NOT:
-            raise SourceError(f"{row.where}: {text!r} under a class: use 1 for the images that have it, else 0 or -1")
+            raise SourceError(
+                f"{row.where}: {text!r} under {columns.names[number]}, which is a class: use 1 for the images that "
+                "have it, else 0 or -1, or leave the column out of the table"
+            )
         if text in _HAS_CLASS:
             classes.append(columns.names[number])
     return classes
