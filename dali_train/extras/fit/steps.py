@@ -29,6 +29,7 @@ from dali_train.commands.arguments import refuse_numbers
 from dali_train.config.command_line import config_with, read_overrides
 from dali_train.data.convert.archives import folders_in
 from dali_train.data.convert.datasets import images_root, in_place
+from dali_train.data.dataset.image_file import BadImageError
 from dali_train.data.dataset.index import Split, read_manifest
 from dali_train.data.dataset.manifest import CONTENT, Manifest, split_folders_among, splits_of_words
 from dali_train.errors import ConfigError, NoDatasetError
@@ -199,8 +200,10 @@ class Fit:
         source = self._options.source
         if dataset == source or is_remote(source):
             return None
-        kind = in_place(Path(source))
-        if kind is None or kind == "imagenet" or (saved := saving(Split(dataset, "train"))) is None:
+        kind, saved = in_place(Path(source)), None
+        with suppress(BadImageError):  # training will say so
+            saved = saving(Split(dataset, "train"))
+        if kind is None or kind == "imagenet" or saved is None:
             return None
         taken = ["--train" if kind == "folder" else "--source", str(images_root(Path(source))), *self._indexed()]
         stored = f"{self._out}-{SHORT_SIDE}px"
