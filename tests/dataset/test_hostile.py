@@ -253,6 +253,10 @@ def jpeg_with(**changes: int) -> bytes:
             tiff(np.zeros((9, 9, 13), np.uint16), photometric=1),
             "is a TIFF of a kind that is not read (13 bands of 16",
         ),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid",
+            "is a pointer of git-lfs: fetch the files with `git lfs p",
+        ),
         (b"II*\0" + b"\xff" * 40, "is a TIFF of a kind that is not read: save what is to be seen of it"),
         (jpeg_with(process=3), "is a JPEG of process SOF3 with 8 bits, which decoders refuse"),
         (jpeg_with(precision=12), "is a JPEG of process SOF0 with 12 bits"),

@@ -785,6 +785,16 @@ SAID: dict[str, tuple[list[str], bool, str]] = {
         "2 folders in class folders are no classes, and their images are of the folders above: a/airfield, a/cabin",
     ),
     "a split beside class folders": (["cat/1.jpg", "dog/2.jpg", "val/cat/3.jpg"], False, "val is called as a split"),
+    "a copy of all in a folder beside it": (
+        ["Plants/a/1.jpg", "Plants/b/2.jpg", "plants/Plants/a/3.jpg", "plants/Plants/b/4.jpg"],
+        False,
+        "has Plants, and in another folder plants/Plants: if that is its copy, name ",
+    ),
+    "images and masks in each class": (
+        [f"{name}/{kind}/{n}.jpg" for n, name in enumerate("ab") for kind in ("images", "masks")],
+        False,
+        "if not, move away what is not to be classified, such as masks, and list the classes in a file",
+    ),
     "a split beside another folder": (
         ["trainval/a/1.jpg", "trainval/b/2.jpg", "test/a/3.jpg"],
         False,

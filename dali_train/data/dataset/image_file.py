@@ -268,6 +268,8 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FOR
         begin = bytes(encoded[:8])
         if begin.startswith(b"GIF8"):
             raise BadImageError("is a GIF, which DALI does not decode" + _CONVERT) from error
+        if bytes(encoded[:40]).startswith(b"version https://git-lfs"):
+            raise BadImageError("is a pointer of git-lfs: fetch the files with `git lfs pull`") from error
         if begin.startswith(_TIFF):
             raise BadImageError(
                 f"is a TIFF of a kind that is not read{_tiff_samples(encoded)}: save what is to be seen of it as grey "

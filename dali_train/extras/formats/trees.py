@@ -399,6 +399,15 @@ def _refuse_other_level(listing: _Listing) -> None:
     below: dict[str, set[str]] = {}
     for name, folder in listing.deeper:
         below.setdefault(name, set()).add(folder)
+    names = {name.casefold(): name for name in below}
+    for name, folder in sorted(listing.deeper):
+        if folder.casefold() in names and names[folder.casefold()] != name:
+            shown = shortened(printable_name(names[folder.casefold()]), _MOST_LETTERS)
+            raise SourceError(
+                f"{listing.path} has {shown}, and in another folder {printable_name(f'{name}/{folder}')}: if that is "
+                f"its copy, name {listing.path}/{shown} instead (of an archive once it is unpacked); if they are "
+                "classes, list these in a file for --class-names"
+            )
     if not below or len(min(below.values(), key=len)) < 2 or any(each != below[min(below)] for each in below.values()):
         return
     shown = shortened(printable_name(min(below)), _MOST_LETTERS)
@@ -414,7 +423,8 @@ def _refuse_other_level(listing: _Listing) -> None:
     raise SourceError(
         f"{listing.path} has {len(below):,} folders, {shown} and others, each with all images in the same folders "
         f"({common}): if these are the classes, name {listing.path}/{shown} alone (of an archive once it is unpacked); "
-        "if not, list the classes in a file for --class-names"
+        "if not, move away what is not to be classified, such as masks, and list the classes in a file for "
+        "--class-names"
     )
 
 
