@@ -106,18 +106,26 @@ def test_configs_for_fine_tuning(number: int, dataset: Path, tmp_path: Path, run
 
 
 @pytest.mark.thorough
-def test_what_fine_tuning_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Train) -> None:
+def test_what_fine_tuning_reaches(tmp_path: Path, run_command: Train) -> None:
     """The page's linear probe and its config for a network with BatchNorms, with published weights of ImageNet."""
-    monkeypatch.chdir(tmp_path)
-    images_of_digits()
-    Path("photos.py").write_text(fine_tuning()[1])
+    images_of_digits(tmp_path / "photos")
+    (tmp_path / "photos.py").write_text(fine_tuning()[1])
     size = ["--data.train_size", "64", "--data.eval_size", "64", "--data.normalise", "inception"]
     weights = ["--model.name", "tf_efficientnet_lite0", "--model.weights", str(published_weights(tmp_path))]
     length = ["--run.epochs", "10", "--run.eval_every_epochs", "10"]
-    options = ["--config", "photos.py", *size, *weights, *length, "--batch.micro_batch", "32"]
-    assert main(["data", "index", "photos", "--out", "data/photos"]) == 0
+    options = [
+        "--config",
+        str(tmp_path / "photos.py"),
+        "--data.root",
+        str(tmp_path / "index"),
+        *size,
+        *weights,
+        *length,
+    ]
+    options += ["--batch.micro_batch", "32", "--run.dir", str(tmp_path / "run")]
+    assert main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / "index")]) == 0
     reached = {
-        "probe": run_command("probe", *options, "--output", "runs/probe"),
+        "probe": run_command("probe", *options, "--output", str(tmp_path / "probe")),
         "train": run_command("train", *options),
     }
     page = (REPOSITORY / "docs" / "own-images.md").read_text()
@@ -128,12 +136,12 @@ def test_what_fine_tuning_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert printed is not None and abs(float(printed[1]) - float(top1)) <= 4, output
 
 
-def images_of_digits() -> None:
-    """Write scikit-learn's digits into ``photos``, of 64 x 64 pixels: 200 to train on, and the last 300 to validate."""
+def images_of_digits(photos: Path) -> None:
+    """Write scikit-learn's digits, of 64 x 64 pixels: 200 to train on, and the last 300 to validate."""
     digits = load_digits()
     for split, numbers in (("train", range(200)), ("val", range(len(digits.target) - 300, len(digits.target)))):
         for number in numbers:
-            path = Path("photos") / split / str(digits.target[number]) / f"{number}.png"
+            path = photos / split / str(digits.target[number]) / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             image = Image.fromarray((digits.images[number] * 15.9).astype(np.uint8))  # 0 to 16
             image.resize((64, 64), Image.Resampling.BICUBIC).save(path)
