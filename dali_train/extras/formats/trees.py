@@ -399,10 +399,12 @@ def _refuse_other_level(listing: _Listing) -> None:
     below: dict[str, set[str]] = {}
     for name, folder in listing.deeper:
         below.setdefault(name, set()).add(folder)
-    names = {name.casefold(): name for name in below}
+    by_spelling: dict[str, list[str]] = {}
+    for name in sorted(below):
+        by_spelling.setdefault(name.casefold(), []).append(name)
     for name, folder in sorted(listing.deeper):
-        if folder.casefold() in names and names[folder.casefold()] != name:
-            shown = shortened(printable_name(names[folder.casefold()]), _MOST_LETTERS)
+        if alike := [other for other in by_spelling.get(folder.casefold(), ()) if other != name]:
+            shown = shortened(printable_name(alike[0]), _MOST_LETTERS)
             raise SourceError(
                 f"{listing.path} has {shown}, and in another folder {printable_name(f'{name}/{folder}')}: if that is "
                 f"its copy, name {listing.path}/{shown} instead (of an archive once it is unpacked); if they are "
