@@ -18,7 +18,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from dali_train.data.convert.sources import Image, SourceError, checked_length, printable_name
-from dali_train.data.dataset.packed_files import GZIP, how_packed, is_part
+from dali_train.data.dataset.packed_files import GZIP, how_joined, how_packed
 from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.files import open_regular
@@ -407,6 +407,6 @@ def _unpacked(path: Path) -> IO[bytes]:
                     raise SourceError(f"{path}: over {_MAX_UNPACKED_BYTES:,} bytes when unpacked: gunzip it first")
                 unpacked.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        reason = is_part(path) or f"damaged or truncated ({error}): fetch it again"
+        reason = how_joined(path) or f"damaged or truncated ({error}): fetch it again"
         raise SourceError(f"{path}: {reason}") from error
     return unpacked

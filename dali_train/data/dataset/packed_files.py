@@ -82,7 +82,7 @@ def how_packed(path: Path | str, head: bytes | None = None, *, or_zlib: bool = F
         head: the first bytes, where they do not lie at the beginning of the file `path`.
         or_zlib: a stream of zlib is possible, too, and a text is not.
     """
-    if (part := is_part(path)) is not None:
+    if (part := how_joined(path)) is not None:
         return part
     if head is None:
         try:
@@ -96,9 +96,9 @@ def how_packed(path: Path | str, head: bytes | None = None, *, or_zlib: bool = F
     return None
 
 
-def is_part(path: Path | str) -> str | None:
-    """Return, for a message, that a file is a part of another by its name, and the command that joins them; else
-    None."""
+def how_joined(path: Path | str) -> str | None:
+    """Return, for a message, that a file is by its name a part of another, and the command that joins the parts; None:
+    it is not called as one."""
     if (part := _PART.fullmatch(str(path))) is None:
         return None
     return f"is a part of a file: join all of them: `cat {shlex.quote(part[1])}* > {shlex.quote(part[2])}`"

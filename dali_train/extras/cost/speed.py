@@ -56,7 +56,7 @@ def _fastest(passes: Sequence[Callable[[], float]]) -> list[float]:
     """Return the fastest of up to three rounds of each pass. They take turns, since other programs come and go.
 
     The round before, in which kernels are made and memory is touched for the first time, does not count: of
-    EfficientNet-Lite0 in fp32 it took 1.3 times as long as the others on a quiet processor, 3 times on a busy one.
+    EfficientNet-Lite0 in fp32 it took 1.3 times as long as the others on a quiet processor, 1.7 times on a busy one.
     """
     for one in passes:
         one()

@@ -201,9 +201,11 @@ class Fit:
         if dataset == source or is_remote(source):
             return None
         kind, saved = in_place(Path(source)), None
+        if kind is None or kind == "imagenet":
+            return None
         with suppress(BadImageError):  # training will say so
             saved = saving(Split(dataset, "train"))
-        if kind is None or kind == "imagenet" or saved is None:
+        if saved is None:
             return None
         taken = ["--train" if kind == "folder" else "--source", str(images_root(Path(source))), *self._indexed()]
         stored = f"{self._out}-{SHORT_SIDE}px"

@@ -58,8 +58,9 @@ class ImageFinder:
             SourceError: there is no such file, there are several, or it lies elsewhere.
         """
         if (parts := self._parts_elsewhere(name)) is not None:
-            found = self._by_their_end(parts, name, where)
-            below = self._ends(parts)[0]
+            ends = self._ends(parts)
+            found = self._by_their_end(ends, parts, name, where)
+            below = ends[0]
         else:
             below = self._below(name, where)
             # Once all files are listed, a look there is quicker than one in each folder.
@@ -136,11 +137,11 @@ class ImageFinder:
                 return ["/".join(parts[len(beginning) :])]
         return ["/".join(parts[number:]) for number in range(len(parts))]
 
-    def _by_their_end(self, parts: tuple[str, ...], name: str, where: str) -> list[Found]:
-        """Return the files that the longest possible end of a path names. Raises SourceError: that end is longer than
+    def _by_their_end(self, ends: list[str], parts: tuple[str, ...], name: str, where: str) -> list[Found]:
+        """Return the files that the longest of the `ends` of a path names. Raises SourceError: that end is longer than
         the one of another path."""
         for look_up in (self._there, self._spelt_otherwise):
-            for end in self._ends(parts):
+            for end in ends:
                 # Any folder may have a file of this name: what folder it lay in is known, and is none of these.
                 if found := [one for one in look_up(end) if "/" in end or not one.folder]:
                     self._note_beginning(parts[: -end.count("/") - 1], name, found[0].file, where)

@@ -33,8 +33,8 @@ _SEPARATORS = (",", ";", "\t", "|")
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _MAX_JSON_BYTES = 1 << 30
 
+_FILE = rf"[/\\]|(?:{'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})$"  # a cell, and no heading
 # As names are compared, see `plain_name`: what says more comes first.
-_FILE = rf"[/\\]|(?:{'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})$"  # looks like one, and no heading
 FILE_COLUMNS = (
     *("file", "filename", "filepath", "path", "imagepath", "imgpath", "imagefile", "image", "img"),
     *("imagename", "imgname", "imageid", "imgid", "name", "fname", "fn", "id"),
