@@ -1,4 +1,4 @@
-"""WebDataset, split by node and worker, its shards shuffled by seed and epoch.
+"""WebDataset, split by node and worker, its shards shuffled by a seed.
 
 A pipeline has no state, so the checkpoint has epoch and step, and a resumed run begins the epoch again. 36 shards of 16
 images each.
