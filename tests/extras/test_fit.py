@@ -301,9 +301,12 @@ def test_which_network_weights_are_for(described: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "lr", "freeze"), [("resnet18", 3e-4, ("batch-norm",)), ("vit_tiny_patch16_224", 5e-4, ())]
+    ("model", "lr", "freeze", "of_few_steps"),
+    [("resnet18", 3e-4, ("batch-norm",), (("fc.*", 10, 1),)), ("vit_tiny_patch16_224", 5e-4, (), ())],
 )
-def test_a_config_with_weights(model: str, lr: float, freeze: tuple[str, ...], photos: Path, tmp_path: Path) -> None:
+def test_a_config_with_weights(
+    model: str, lr: float, freeze: tuple[str, ...], of_few_steps: tuple[Any, ...], photos: Path, tmp_path: Path
+) -> None:
     import timm
 
     assert cli.main(words(f"data index {photos} --out {tmp_path / 'index'} --validation-fraction 0.2")) == 0
@@ -312,12 +315,14 @@ def test_a_config_with_weights(model: str, lr: float, freeze: tuple[str, ...], p
     write_config(str(tmp_path / "index"), tmp_path / "config.py", weights=str(file), gpu_memory_gb=16)
     config = load_config(tmp_path / "config.py")
     assert (config.model.name, config.model.weights, config.model.freeze) == (model, str(file), freeze)
-    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.groups) == ("adamw", lr, ())
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.groups) == ("adamw", lr, of_few_steps)
     assert config.optimizer.clip_grad_norm == 1.0
     assert (config.run.epochs, config.schedule.warmup_epochs) == (20, 1)
     write_config(str(tmp_path / "index"), tmp_path / "short.py", weights=str(file), gpu_memory_gb=16, epochs=3)
     config = load_config(tmp_path / "short.py")
     assert (config.run.epochs, config.schedule.warmup_epochs, config.run.eval_every_epochs) == (3, 0, 1)
+    write_config(str(tmp_path / "index"), tmp_path / "long.py", weights=str(file), gpu_memory_gb=16, epochs=1000)
+    assert load_config(tmp_path / "long.py").optimizer.groups == ()
 
 
 def table(directory: Path, *lines: str) -> Path:

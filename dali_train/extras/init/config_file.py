@@ -23,12 +23,16 @@ from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration, plural, printable
 from dali_train.training.cost import FASTER
 from dali_train.training.model import build_model
+from dali_train.training.pretrained import classifiers
 
 _SMALL = 96
 """Images with a shorter side than this, in pixels, get a network that keeps their resolution."""
 _HOURS_ON_CPU = 1.0
 """A run without a GPU gets as many epochs as fit into about this time, at least `_FEWEST_EPOCHS`."""
 _FEWEST_EPOCHS = 10
+_FEW_STEPS = 50
+"""In fewer a classifier that begins with zeros stays behind at the rate of the pretrained layers, since a step of Adam
+moves a weight by about the rate."""
 _STEPS_PER_EVALUATION = 50
 """An epoch of a few images is shorter than its evaluation and its checkpoint: there are at least so many steps between
 two evaluations, and five evaluations."""
@@ -48,6 +52,7 @@ class _Choice:
     epochs: float
     epochs_reason: str
     has_batch_norm: bool = False
+    classifiers: tuple[str, ...] = ()  # their names, as timm knows them
     micro_batch: int = IMAGES_ON_CPU
     reason: str = "enough to keep a CPU busy"  # for the micro-batch
     dtype: str | None = None  # None: fp32, and the reason is for bf16
@@ -138,7 +143,8 @@ def _with_network(choice: _Choice, gpu_memory_gb: float | None, *, is_here: bool
     num_classes = choice.split.num_classes
     network = build_model(choice.config(), num_classes, torch.device("meta"))
     has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in network.modules())
-    choice = replace(choice, has_batch_norm=has_batch_norm)
+    named = tuple(classifiers(getattr(network, "pretrained_cfg", None)))
+    choice = replace(choice, has_batch_norm=has_batch_norm, classifiers=named)
     config = choice.config()
     if gpu_memory_gb is None:
         if (speedup := bf16_speedup(config, network, num_classes)) < FASTER:
@@ -281,8 +287,12 @@ def _network(choice: _Choice, small: bool) -> str:
 def _optimizer(choice: _Choice) -> str:
     """Return the line of the section optimizer, with a comment above it."""
     if choice.has_batch_norm and choice.pretrained is not None:
-        return """# The best of those tried with few images: docs/measurements/accuracy.md.
-    optimizer=OptimizerConfig(name="adamw", lr=3e-4, weight_decay=0.05),"""
+        groups, comment = "", "The best of those tried with few images"
+        if choice.classifiers and choice.epochs * len(choice.split) < _FEW_STEPS * choice.global_batch:
+            rows = tuple((f"{name}.*", 10, 1) for name in choice.classifiers)
+            groups, comment = f", groups={rows!r}", f"{comment} and few steps"
+        return f"""# {comment}: docs/measurements/accuracy.md.
+    optimizer=OptimizerConfig(name="adamw", lr=3e-4, weight_decay=0.05{groups}),"""
     if choice.has_batch_norm:
         return """# The usual learning rate of ResNets for a batch of 256 images; it is scaled to the batch below.
     optimizer=OptimizerConfig(name="sgd", lr=0.1, scale_lr="linear", weight_decay=5e-4, clip_grad_norm=None),"""
