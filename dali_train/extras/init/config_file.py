@@ -62,6 +62,10 @@ class _Choice:
     def global_batch(self) -> int:
         return 256 if len(self.split) >= 50_000 else 128 if len(self.split) >= 5_000 else 64
 
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self.split) / self.global_batch
+
     def config(self) -> Config:
         with temporary_directory() as directory:
             path = directory / "config.py"
@@ -288,7 +292,7 @@ def _optimizer(choice: _Choice) -> str:
     """Return the line of the section optimizer, with a comment above it."""
     if choice.has_batch_norm and choice.pretrained is not None:
         groups, comment = "", "The best of those tried with few images"
-        if choice.classifiers and choice.epochs * len(choice.split) < _FEW_STEPS * choice.global_batch:
+        if choice.classifiers and choice.epochs * choice.steps_per_epoch < _FEW_STEPS:
             rows = tuple((f"{name}.*", 10, 1) for name in choice.classifiers)
             groups, comment = f", groups={rows!r}", f"{comment} and few steps"
         return f"""# {comment}: docs/measurements/accuracy.md.
@@ -319,8 +323,7 @@ def _best_by(split: Split) -> str:
 
 def _evaluate_every(choice: _Choice, epochs: float) -> int:
     """Return the epochs between two evaluations, see `_STEPS_PER_EVALUATION`."""
-    steps_per_epoch = len(choice.split) / choice.global_batch
-    return max(1, min(math.ceil(_STEPS_PER_EVALUATION / steps_per_epoch), int(epochs) // 5))
+    return max(1, min(math.ceil(_STEPS_PER_EVALUATION / choice.steps_per_epoch), int(epochs) // 5))
 
 
 def _text(choice: _Choice) -> str:
@@ -338,8 +341,8 @@ def _text(choice: _Choice) -> str:
     warmup = min(5 if pretrained is None else 1, choice.epochs // 5)
     length = f"epochs={choice.epochs:g},  # {choice.epochs_reason}"
     if every > 1:
-        length += f"\n        eval_every_epochs={every},  # an epoch has only {math.ceil(len(split) / batch)} steps"
-        length += f"\n        checkpoint_every_steps={math.ceil(every * len(split) / batch)},"
+        length += f"\n        eval_every_epochs={every},  # an epoch has only {math.ceil(choice.steps_per_epoch)} steps"
+        length += f"\n        checkpoint_every_steps={math.ceil(every * choice.steps_per_epoch)},"
     return f"""# {_describe(split)}.
 #
 #     dali-train plan --config {file}
