@@ -73,6 +73,6 @@ def test_threads_that_meet_the_interpreters_end_are_found() -> None:
     class Without(PROTOCOLS["mirror"]):  # type: ignore[misc]
         replaced = PROTOCOLS["mirror"].replaced | {"atexit": Unregistered}
 
-    failure = first_failure(Without, range(5_700, 7_700))
+    failure = first_failure(Without, range(6_200, 8_200))
     assert failure is not None and "aborted at its end" in str(failure[1])
-    print(f"found after {failure[0] - 5_699} histories")
+    print(f"found after {failure[0] - 6_199} histories")
