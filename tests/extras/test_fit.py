@@ -325,6 +325,25 @@ def test_a_config_with_weights(
     assert load_config(tmp_path / "long.py").optimizer.groups == ()
 
 
+@pytest.mark.parametrize(
+    ("fraction", "epochs", "every", "reason"),
+    [
+        ("0.2", 4, 1, ""),
+        ("0.2", 20, 4, "an epoch has only 1 step"),
+        ("0.2", 1000, 67, "an epoch has only 1 step"),
+        ("0.9", 20, 9, "an evaluation has 54 images, an epoch 6"),
+    ],
+)
+def test_how_often_a_config_evaluates(
+    fraction: str, epochs: int, every: int, reason: str, photos: Path, tmp_path: Path
+) -> None:
+    """Neither after steps that change little, nor for longer than the training in between takes."""
+    assert cli.main(words(f"data index {photos} --out {tmp_path / 'index'} --validation-fraction {fraction}")) == 0
+    write_config(str(tmp_path / "index"), tmp_path / "config.py", gpu_memory_gb=16, epochs=epochs)
+    assert load_config(tmp_path / "config.py").run.eval_every_epochs == every
+    assert reason in (tmp_path / "config.py").read_text()
+
+
 def table(directory: Path, *lines: str) -> Path:
     for name in ("a.jpg", "b.jpg", "c.png", "d.jpg"):
         (directory / "images").mkdir(exist_ok=True)

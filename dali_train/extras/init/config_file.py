@@ -66,6 +66,11 @@ class _Choice:
     def steps_per_epoch(self) -> float:
         return len(self.split) / self.global_batch
 
+    @property
+    def num_validation(self) -> int:
+        validation = self.split.manifest.splits.get("validation")
+        return 0 if validation is None else validation.num_records
+
     def config(self) -> Config:
         with temporary_directory() as directory:
             path = directory / "config.py"
@@ -169,14 +174,13 @@ def _in_time(
     trial = measure(config, choice.split, seconds, num_processes, import_s)
 
     def run_s(epochs: float) -> float:
-        every = _evaluate_every(choice, epochs)
+        every, _ = _evaluate_every(choice, epochs)
         return trial.run_s(config.steps(epochs, len(choice.split)), math.ceil(epochs / every))
 
     others = f"predict and export {duration(trial.afterwards_s)}"
     probe_s = 0.0
     if choice.pretrained is not None:
-        validation = choice.split.manifest.splits.get("validation")
-        probe_s = trial.probe_s(len(choice.split), 0 if validation is None else validation.num_records)
+        probe_s = trial.probe_s(len(choice.split), choice.num_validation)
         others += f", and a linear probe {duration(probe_s)}"
     left_s = seconds - (time.perf_counter() - begin) - probe_s
     fitting = min(trial.epochs_in(left_s, run_s), 5 * choice.epochs)
@@ -321,9 +325,18 @@ def _best_by(split: Split) -> str:
     return '\n        best_by="mean-ap",  # several labels an image'
 
 
-def _evaluate_every(choice: _Choice, epochs: float) -> int:
-    """Return the epochs between two evaluations, see `_STEPS_PER_EVALUATION`."""
-    return max(1, min(math.ceil(_STEPS_PER_EVALUATION / choice.steps_per_epoch), int(epochs) // 5))
+def _evaluate_every(choice: _Choice, epochs: float) -> tuple[int, str]:
+    """Return the epochs between two evaluations, and the reason if they are more than one.
+
+    See `_STEPS_PER_EVALUATION`. Besides, evaluations take at most about a quarter of the time: a backward pass takes
+    twice as long as a forward pass, so an evaluation of as many images as an epoch has takes a third of the epoch's.
+    """
+    by_steps = min(math.ceil(_STEPS_PER_EVALUATION / choice.steps_per_epoch), int(epochs) // 5)
+    num_evaluated = choice.num_validation
+    by_images = round(num_evaluated / len(choice.split))
+    if by_images > by_steps:
+        return max(1, by_images), f"an evaluation has {num_evaluated:,} images, an epoch {len(choice.split):,}"
+    return max(1, by_steps), f"an epoch has only {plural(math.ceil(choice.steps_per_epoch), 'step')}"
 
 
 def _text(choice: _Choice) -> str:
@@ -337,11 +350,11 @@ def _text(choice: _Choice) -> str:
     batch = choice.global_batch
     data = "\n        ".join(images)
     file = printable(shlex.quote(str(choice.output)))
-    every = _evaluate_every(choice, choice.epochs)
+    every, reason = _evaluate_every(choice, choice.epochs)
     warmup = min(5 if pretrained is None else 1, choice.epochs // 5)
     length = f"epochs={choice.epochs:g},  # {choice.epochs_reason}"
     if every > 1:
-        length += f"\n        eval_every_epochs={every},  # an epoch has only {math.ceil(choice.steps_per_epoch)} steps"
+        length += f"\n        eval_every_epochs={every},  # {reason}"
         length += f"\n        checkpoint_every_steps={math.ceil(every * choice.steps_per_epoch)},"
     return f"""# {_describe(split)}.
 #
