@@ -1,5 +1,5 @@
 # make quickstart   train a small ViT on real images, from raw files to a table of results, in a few minutes
-# make test         what would be broken first, in about four minutes on two cores
+# make test         what would be broken first, in about five minutes on two cores
 # make test-thorough  the other tests: more layouts, kills at random moments, damaged files, notebooks, trackers, examples
 # make test-core    the first ring alone, without extras, verification and examples
 # make test-fakecuda  the trainer on GPUs that do not exist: placement, waits, order and memory's lifetime, without kernels

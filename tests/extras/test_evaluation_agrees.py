@@ -103,8 +103,8 @@ def of_published_weights(crops: Path, tmp_path_factory: pytest.TempPathFactory) 
             (photographs / split).symlink_to(Path(given).absolute())
     weights = published_weights(place)
     config = config_of(photographs, place, *options)
-    options = ["--weights", str(weights), "--output", str(place / "init.py")]
-    assert main(["init", config.data.root, *options, "--gpu-memory", "16"]) == 0  # whose speed is not measured
+    line = ["init", config.data.root, "--weights", str(weights), "--output", str(place / "init.py")]
+    assert main([*line, "--gpu-memory", "16"]) == 0  # else it measures this machine's speed
     chosen = load_config(place / "init.py")
     kept = {"model.weights": str(weights), "model.freeze": ("batch-norm",)}
     fields = ("train_size", "eval_size", "eval_resize_to", "normalise", "interpolation")

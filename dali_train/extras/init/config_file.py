@@ -35,7 +35,7 @@ _FEW_STEPS = 50
 moves a weight by about the rate."""
 _STEPS_PER_EVALUATION = 50
 """An epoch of a few images is shorter than its evaluation and its checkpoint: there are at least so many steps between
-two evaluations, and five evaluations."""
+two evaluations, or a fifth of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,12 +331,11 @@ def _evaluate_every(choice: _Choice, epochs: float) -> tuple[int, str]:
     See `_STEPS_PER_EVALUATION`. Besides, evaluations take at most about a quarter of the time: a backward pass takes
     twice as long as a forward pass, so an evaluation of as many images as an epoch has takes a third of the epoch's.
     """
-    by_steps = min(math.ceil(_STEPS_PER_EVALUATION / choice.steps_per_epoch), int(epochs) // 5)
-    num_evaluated = choice.num_validation
-    by_images = round(num_evaluated / len(choice.split))
+    by_steps = max(1, min(math.ceil(_STEPS_PER_EVALUATION / choice.steps_per_epoch), int(epochs) // 5))
+    by_images = round(choice.num_validation / len(choice.split))
     if by_images > by_steps:
-        return max(1, by_images), f"an evaluation has {num_evaluated:,} images, an epoch {len(choice.split):,}"
-    return max(1, by_steps), f"an epoch has only {plural(math.ceil(choice.steps_per_epoch), 'step')}"
+        return by_images, f"an evaluation has {choice.num_validation:,} images, an epoch {len(choice.split):,}"
+    return by_steps, f"an epoch has only {plural(math.ceil(choice.steps_per_epoch), 'step')}"
 
 
 def _text(choice: _Choice) -> str:
