@@ -10,6 +10,8 @@ package: --timm-train names it.
 """
 
 import argparse
+import os
+import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -93,14 +95,19 @@ def main() -> None:
     )
     parser.add_argument("--timm-train", type=Path, help="train.py of a clone of huggingface/pytorch-image-models")
     options = parser.parse_args()
+    wanted, known = {*options.scripts}, {name: None for tool in TOOLS for name in (tool.module, str(tool))}
+    if unknown := wanted - known.keys():
+        parser.error(f"there is no script {', '.join(sorted(unknown))}: use {', '.join(known)}")
     row("script", "version", *(f"{name}: twice, never" for name in RESUMES))
     row(*["---"] * (len(RESUMES) + 2))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_images(root / "images")
-        for tool in TOOLS:
-            if options.scripts and not {tool.module, str(tool)} & set(options.scripts):
-                continue
+        (root / "tmp").mkdir()
+        os.environ["TMPDIR"] = str(root / "tmp")  # processes that are killed leave theirs
+        asked = [tool for tool in TOOLS if not wanted or {tool.module, str(tool)} & wanted]
+        for number, tool in enumerate(asked, 1):
+            print(f"{number} of {len(asked)}: {tool}, about a minute", file=sys.stderr, flush=True)
             if absent := missing(tool):
                 row(str(tool), f"not installed: pip install {' '.join(absent)}", *[""] * len(RESUMES))
             elif tool.module == "timm_train" and options.timm_train is None:
