@@ -26,7 +26,7 @@ from dali_train.extras import (
     trackers,
 )
 from dali_train.extras.formats import download
-from dali_train.extras.mixture import dataset as mixture
+from dali_train.extras.mixture import kind as mixture
 from dali_train.extras.plan import auto_micro_batch
 from dali_train.extras.predict import classify, mistakes
 from dali_train.extras.proof import audit
@@ -54,7 +54,7 @@ EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(sources.GROUPED, grouping.held_out_groups),
     pair(index.CHECK_EXCLUDED, image_names.check_excluded),
     pair(verify.FILE_NAMES, image_names.file_names),
-    pair(index.MIXTURE, mixture),
+    pair(Extra[index.KindOfDataset]("dali_train.extras.mixture.kind"), mixture),
     pair(loader.DALI_READER, dali_reader.DaliReaderPipeline),
     pair(loader.SEVERAL_LABELS, several_labels.targets_of),
     pair(build.LOCAL_COPY, local_copy.copied),

@@ -19,6 +19,8 @@ from dali_train.checkpoint.fingerprint import library_versions
 from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.config import Config
+from dali_train.config.check import Mark, has_mark
+from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import read_manifest
 from dali_train.data.dataset.manifest import dataset_content
 from dali_train.data.dataset.sample_recipe import names_content
@@ -34,8 +36,7 @@ _PER_NODE = {
 """Settings that may differ, since they only say where files are, or how fast a node is."""
 _DIRECTORIES = ("data.cache", "data.local_copy")
 """May differ too, but all ranks must have one, or none, because they prepare it together."""
-_CONTENTS = ("model.weights", "loss.teacher", "loss.teacher_weights", "data.exclude", "data.mix")
-"""Names of files, whose content is compared, since paths may depend on the node; like that of data.root."""
+_BY_CONTENT = [name for name, setting in SETTINGS.items() if has_mark(setting.hint, Mark.BY_CONTENT)]
 
 
 def require_equal_ranks(
@@ -90,7 +91,7 @@ def _compare(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
 
 def _settings(config: Config, device: torch.device) -> dict[str, Any]:
     settings = config.flat()
-    for name in (*_PER_NODE, *_CONTENTS, "data.root"):
+    for name in (*_PER_NODE, *_BY_CONTENT):
         del settings[name]
     for name in _DIRECTORIES:
         settings[name] = settings[name] and "a directory"
@@ -111,7 +112,7 @@ def _files(config: Config, checkpoint: Path | None) -> dict[str, str]:
     digests = {
         "the dataset": dataset_content(manifest),
         "the classes": names_content(manifest.class_names),
-        **{name: value for name, value in recipe.items() if name.partition(" ")[0] in _CONTENTS},
+        **{name: value for name, value in recipe.items() if name.partition(" ")[0] in _BY_CONTENT},
     }
     if checkpoint is not None:
         digests["the checkpoint"] = sha256(checkpoint / MANIFEST)[:16]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from enum import Enum, auto
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -40,12 +41,21 @@ class Rule:
         return self.pattern is None or re.fullmatch(self.pattern, value) is not None
 
 
-class _NotInRecipe:
-    """Marks a setting that affects the speed, location or monitoring of a run, but not its result."""
+class Mark(Enum):
+    """What a type hint says of its setting beside the values."""
+
+    NOT_IN_RECIPE = auto()
+    NEEDS_INDEX = auto()
+    BY_CONTENT = auto()
 
 
-NotInRecipe = Annotated[T, _NotInRecipe()]
-"""Not part of the recipe: may change when a run is resumed. All settings without this mark are in the recipe."""
+NotInRecipe = Annotated[T, Mark.NOT_IN_RECIPE]
+"""Affects the speed, location or monitoring of a run, but not its result: may change when a run is resumed. All
+settings without this mark are in the recipe."""
+NeedsIndex = Annotated[T, Mark.NEEDS_INDEX]
+"""With another value than its default, needs to know in advance which image comes next; data.reader dali does not."""
+ByContent = Annotated[T, Mark.BY_CONTENT]
+"""Names files or datasets whose content matters: their names may differ between nodes."""
 
 OVER_0 = math.ulp(0.0)
 UNDER_1 = math.nextafter(1.0, 0.0)
@@ -69,7 +79,8 @@ def require(fulfilled: bool, message: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
     """Settings of a section, or of the complete config, that exclude each other. A class lists its rows in
-    ``CONFLICTS``; they are checked in this order, after ``__post_init__``, and `--help SETTING` prints them."""
+    ``CONFLICTS``; they are checked in this order, after ``__post_init__``, those that it inherits first, and `--help
+    SETTING` prints them."""
 
     names: tuple[str, ...]  # of the settings, in the section
     when: Callable[[Any], bool]  # whether they conflict in this section
@@ -88,8 +99,12 @@ class Conflict:
 def conflicts_of(settings: Any) -> list[tuple[tuple[str, ...], str]]:
     """Return the rows of a section: the full names of the settings that may conflict, and the remedy."""
     prefix = _PREFIXES[type(settings)]
-    rows: tuple[Conflict, ...] = getattr(settings, "CONFLICTS", ())
+    rows = conflicts_in(type(settings))
     return [(tuple(prefix + name for name in row.names), row.remedy.format(settings)) for row in rows]
+
+
+def conflicts_in(section: type) -> list[Conflict]:
+    return [row for cls in reversed(section.__mro__) for row in vars(cls).get("CONFLICTS", ())]
 
 
 def as_typed(value: Any) -> str:
@@ -126,13 +141,18 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
                 if field in needed and field not in values:
                     raise ConfigError(f"{prefix}{field} is missing: {cls.__name__} has no default for it")
             build(self, **{field: checked(prefix + field, value, hints[field]) for field, value in values.items()})
-            for conflict in getattr(cls, "CONFLICTS", ()):
+            for conflict in conflicts_in(cls):
                 conflict.check(self)
 
         cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
         return cls
 
     return decorate
+
+
+def is_url(root: str) -> bool:
+    """Return whether a dataset lies in another storage than a disk."""
+    return "://" in root
 
 
 def refuse_credentials(name: str, url: str) -> None:
@@ -151,9 +171,8 @@ def default_of(field: Any) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def is_in_recipe(hint: Any) -> bool:
-    """Return whether a setting with this type hint is part of the recipe."""
-    return not any(isinstance(note, _NotInRecipe) for note in get_args(hint)[1:])
+def has_mark(hint: Any, mark: Mark) -> bool:
+    return get_origin(hint) is Annotated and mark in get_args(hint)[1:]
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
@@ -517,3 +536,25 @@ def load_all(extras: Iterable[Extra[T]]) -> list[T]:
         with suppress(ConfigError):
             loaded.append(extra.load())
     return loaded
+
+
+class OneDataset:
+    """What the section data says of what is trained on as a whole. The settings of an extra that makes it another kind
+    of dataset inherit from this and override it."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError: settings of the section do not go together."""
+
+    @property
+    def kind(self) -> Extra[Any] | None:
+        """The module of what stands for the dataset, a `KindOfDataset`; None: data.root is trained on as it is."""
+        return None
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Name -> directory or URL of the datasets that are trained on as one; empty: data.root alone."""
+        return {}
+
+    def moved_sources(self, places: Mapping[str, str]) -> dict[str, Any]:
+        """Return the settings that name `sources`, with other directories or URLs for some of them."""
+        return {}

@@ -258,26 +258,29 @@ def _description(section: type) -> str:
 
 
 def _settings(prefix: str, section: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and explanation of the settings in a section, without those of sections in it."""
+    """Yield name, value and explanation of the settings in a section, those that it inherits last, without those of
+    sections in it."""
     texts = explanations(type(section))
-    for member in fields(section):
+    for member in sorted(fields(section), key=lambda member: member.name not in type(section).__annotations__):
         if not is_dataclass(getattr(section, member.name)):
             yield f"{prefix}.{member.name}", getattr(section, member.name), texts[member.name]
 
 
 def explanations(section: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
+    """Return the docstring below each field of a dataclass, also below those that it inherits."""
+    return {name: text for cls in section.__mro__ if is_dataclass(cls) for name, text in _docstrings(cls)}
+
+
+def _docstrings(cls: type) -> Iterator[tuple[str, str]]:
+    (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
-    texts = {}
     name = ""
     for statement in definition.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             name = statement.target.id
         elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            texts[name] = " ".join(str(statement.value.value).split())
+            yield name, " ".join(str(statement.value.value).split())
             name = ""
-    return texts
 
 
 def is_completing() -> bool:

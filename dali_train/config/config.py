@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Self, get_type_hints
 
 from dali_train.config.check import (
     Conflict,
+    Mark,
     NotInRecipe,
     close_names,
     default_of,
-    is_in_recipe,
+    has_mark,
     require,
     section,
     unknown_setting,
@@ -45,26 +46,6 @@ from dali_train.config.sections import (
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json, read_limited
 from dali_train.text import printable
-
-NEED_INDEX: dict[str, Any] = {
-    "data.augment": "none",
-    "data.color_jitter": 0.0,
-    "data.hue_jitter": 0.0,
-    "data.grayscale": 0.0,
-    "data.gaussian_blur": 0.0,
-    "data.random_erasing": 0.0,
-    "data.crop": "random-resized",
-    "data.crop_side": None,
-    "data.vertical_flip": 0.0,
-    "data.alternating_flip": False,
-    "data.repeats": 1,
-    "data.exclude": None,
-    "data.mix": (),
-    "data.progressive": (),
-    "hooks.trace_samples": False,
-    "hooks.ledger": False,
-}
-"""Settings that data.reader dali does not support, with the value that turns them off."""
 
 KWARGS = ("model.kwargs.", "optimizer.kwargs.", "loss.kwargs.")
 """The prefixes of arguments' names, as in ``model.kwargs.drop_path_rate``: each argument is a setting of its own."""
@@ -136,7 +117,6 @@ def _has(config: "Config", name: str, also: Callable[["Config"], bool]) -> bool:
 
 
 _RUN_CONFLICTS: tuple[Conflict, ...] = (
-    *_SAMPLE_CONFLICTS,
     Conflict(
         names=("precision.dtype", "run.device"),
         when=lambda config: config.precision.dtype == "fp64" and config.run.device == "cuda",
@@ -259,7 +239,9 @@ class Config(SampleConfig):
     def _check_dali_reader(self) -> None:
         """Refuse settings that need to know in advance which image comes next, or need it on several ranks."""
         changed = [
-            f"{name} {value}" for name, default in NEED_INDEX.items() if (value := attrgetter(name)(self)) != default
+            f"{name} {value}"
+            for name, setting in SETTINGS.items()
+            if has_mark(setting.hint, Mark.NEEDS_INDEX) and (value := attrgetter(name)(self)) != setting.default
         ]
         if self.parallel.shares_images:
             changed.append(self.parallel.kind)
@@ -360,7 +342,7 @@ def _settings(cls: type, prefix: str = "", *, in_recipe: bool = True) -> Iterato
     hints = get_type_hints(cls, include_extras=True)
     plain = get_type_hints(cls)
     for member in fields(cls):
-        decides = in_recipe and is_in_recipe(hints[member.name])
+        decides = in_recipe and not has_mark(hints[member.name], Mark.NOT_IN_RECIPE)
         if is_dataclass(plain[member.name]):
             yield from _settings(plain[member.name], f"{prefix}{member.name}.", in_recipe=decides)
         else:

@@ -6,8 +6,8 @@ stands here.
 """
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import isqrt, prod
@@ -17,22 +17,31 @@ from dali_train.config.augment_spec import parse_augment
 from dali_train.config.check import (
     OVER_0,
     UNDER_1,
+    ByContent,
     Conflict,
     Count,
     CountOr0,
     Directory,
     Fraction,
+    NeedsIndex,
     NotInRecipe,
     NotNegative,
+    OneDataset,
     Pixels,
     Positive,
     Rule,
-    as_typed,
+    is_url,
     refuse_credentials,
     require,
     section,
 )
 from dali_train.errors import ConfigError
+
+# The settings that extras add to a section, which inherits from them: a row for each.
+try:
+    from dali_train.extras.mixture.settings import MixtureSettings
+except ModuleNotFoundError:  # left out of this installation
+    MixtureSettings = OneDataset  # type: ignore[assignment, misc]
 
 Triple = tuple[float, float, float]
 """Numbers for red, green and blue, for pixel values from 0 to 255."""
@@ -55,48 +64,16 @@ SetName = Annotated[
 ]
 
 
-SourceName = Annotated[
-    str, Rule("a name without spaces, commas and slashes that begins with no dot", pattern=r"[^\s,./][^\s,/]{0,99}")
-]
-Weight = Annotated[float, Rule("a weight from 0 to 1,000,000,000", 0, 1e9)]
-
-
-def _lacks_mix(data: "DataConfig", name: str) -> bool:
-    return not data.mix and getattr(data, name) not in ((), "union", None)
-
-
-def is_url(root: str) -> bool:
-    """Return whether a dataset lies in another storage than a disk."""
-    return "://" in root
-
-
 @section("data")
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(MixtureSettings):
     """The dataset, and how its images are ordered, read, decoded and augmented."""
 
-    root: NotInRecipe[Annotated[str, Rule("the name or URL of a dataset's directory, which holds dataset.json")]]
+    root: NotInRecipe[
+        ByContent[Annotated[str, Rule("the name or URL of a dataset's directory, which holds dataset.json")]]
+    ]
     """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`), or the URL of
     one in an object store: s3://, gs://, az:// or https://."""
-    mix: Annotated[
-        tuple[tuple[SourceName, str, Weight], ...],
-        Rule("rows of a name, a dataset and a weight, such as photos,data/photos,3 art,data/art,1"),
-    ] = ()
-    """Train on several datasets at once: (name, directory or URL, weight) of each. Every micro-batch has each one's
-    share of its images, rounded up or down, and each passes through epochs of its own. data.root, usually the first of
-    them, has the validation split, and its classes come first. Empty: train on data.root."""
-    mix_until: Annotated[
-        tuple[tuple[Weight, ...], ...], Rule("rows of an epoch and a weight for each dataset, such as 6,1,0 12,2,1")
-    ] = ()
-    """Other weights for data.mix in the first epochs: 6,1,0 12,2,1 has the weights 1 and 0 until epoch 6, 2 and 1 until
-    epoch 12, and those of data.mix from then on. A step uses the weights of the epoch in which it begins."""
-    mix_classes: Literal["union", "by-name"] | dict[str, dict[str, str] | tuple[str, ...]] = "union"
-    """The classes of data.mix. union: those of data.root, then those of the others in their order; the same name is the
-    same class. by-name: those of data.root, which must have every class. Or by the names of datasets, the class of
-    data.root for each of theirs, as a dict or in their order: {'art': {'drawn cat': 'cat'}}; the others by-name."""
-    epoch_images: Count | None = None
-    """With data.mix, the images of an epoch, by which run.epochs and all schedules count. None: as many as all its
-    datasets have."""
     seed: Annotated[int, Rule("a whole number from 0 to 2**64 - 1", 0, (1 << 64) - 1)] = 0
     """Seeds everything random: order, crops, flips, Mixup, dropout and the initial weights."""
     shuffle: Literal["full", "block", "none", "balanced"] = "full"
@@ -136,20 +113,22 @@ class DataConfig:
     number of decoding threads, 0.66 with 6 and 0.14 with 70; `python -m tools.bench.gpu_data` finds the best."""
     train_size: Pixels = 224
     """Side of the square training images, in pixels."""
-    progressive: Annotated[
-        tuple[tuple[Positive, Pixels], ...], Rule("pairs of an epoch and a size in pixels, such as 6,128 12,160")
+    progressive: NeedsIndex[
+        Annotated[
+            tuple[tuple[Positive, Pixels], ...], Rule("pairs of an epoch and a size in pixels, such as 6,128 12,160")
+        ]
     ] = ()
     """Progressive resizing: smaller training images in the first epochs. 6,128 12,160 trains on images of 128 pixels
     until epoch 6, of 160 until epoch 12, and of train_size from then on. A step uses the size of the epoch in which it
     begins. For models that accept images of any size: a ViT does with --model.kwargs.dynamic_img_size true."""
-    crop: Literal["random-resized", "inception"] = "random-resized"
+    crop: NeedsIndex[Literal["random-resized", "inception"]] = "random-resized"
     """How random crops are drawn. random-resized: uniform in area, as torchvision's RandomResizedCrop. inception:
     uniform in height, as TensorFlow's sample_distorted_bounding_box, which prefers smaller crops."""
     crop_area: tuple[float, float] = (0.08, 1.0)
     """Random crops cover a fraction of the image's area between these two."""
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
     """Random crops have a ratio of width to height between these two."""
-    crop_side: Pixels | None = None
+    crop_side: NeedsIndex[Pixels | None] = None
     """Crop a square of this many pixels anywhere in the stored image, as for CIFAR, and resize it to train_size. None:
     draw the area and aspect ratio from crop_area and crop_aspect."""
     crop_padding: Annotated[int, Rule("a number of pixels from 0 to 65,500", 0, 65_500)] = 0
@@ -159,42 +138,42 @@ class DataConfig:
     reflect in torchvision's RandomCrop."""
     horizontal_flip: Probability = 0.5
     """Probability of mirroring a training image."""
-    vertical_flip: Probability = 0.0
+    vertical_flip: NeedsIndex[Probability] = 0.0
     """Probability of turning a training image upside down (timm's --vflip), for images without an up, such as those of
     satellites and microscopes."""
-    alternating_flip: bool = False
+    alternating_flip: NeedsIndex[bool] = False
     """Mirror in the first epoch with the probability horizontal_flip, and in every later epoch exactly the images that
     were not mirrored in the one before (Jordan, arXiv 2404.00498), so that two epochs show both sides of each image."""
-    augment: str = "none"
+    augment: NeedsIndex[str] = "none"
     """Augmentation policy: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1), big-vision and
     colossalai (RandAugment as in these two, 2 operators at full strength), trivial (TrivialAugment), 3-augment (DeiT
     III), auto-imagenet or auto-cifar10 (AutoAugment)."""
-    color_jitter: Annotated[float, Rule("a factor from 0 to 1", 0, 1)] = 0.0
+    color_jitter: NeedsIndex[Annotated[float, Rule("a factor from 0 to 1", 0, 1)]] = 0.0
     """Brightness, contrast and saturation are multiplied by up to 1 plus or minus this, in a random order. 0: none.
     timm's train.py has 0.4, and none with an --aa other than 3a."""
-    hue_jitter: Annotated[float, Rule("a part of a turn from 0 to 0.5", 0, 0.5)] = 0.0
+    hue_jitter: NeedsIndex[Annotated[float, Rule("a part of a turn from 0 to 0.5", 0, 0.5)]] = 0.0
     """Colors are turned by up to this part of a circle, either way, in the random order of data.color_jitter. As DALI
     does it, in YIQ; torchvision's ColorJitter turns HSV's hue instead."""
     color_jitter_probability: Probability = 1.0
     """Probability that a training image gets data.color_jitter and data.hue_jitter at all (timm's
     --color-jitter-prob)."""
-    grayscale: Probability = 0.0
+    grayscale: NeedsIndex[Probability] = 0.0
     """Probability that a training image loses its colors, after data.augment and data.color_jitter (timm's
     --grayscale-prob)."""
-    gaussian_blur: Probability = 0.0
+    gaussian_blur: NeedsIndex[Probability] = 0.0
     """Probability of blurring a training image, after data.grayscale, with a standard deviation from 0.1 to 2 pixels
     (timm's --gaussian-blur-prob)."""
-    random_erasing: Probability = 0.0
+    random_erasing: NeedsIndex[Probability] = 0.0
     """Probability of filling a random box of a training image."""
     random_erasing_fill: Literal["mean", "noise"] = "mean"
     """The fill of erased boxes. mean: the mean color. noise: normally distributed pixels with the mean and standard
     deviation of data.normalise (timm's mode pixel), clipped to values from 0 to 255."""
-    exclude: Annotated[str, Rule("the name of a file with the numbers of images")] | None = None
+    exclude: NeedsIndex[ByContent[Annotated[str, Rule("the name of a file with the numbers of images")] | None]] = None
     """A file with the training images to leave out, by their numbers: one a line, or in the first column of a CSV file,
     as `dali-train suspects` writes them. If it has a column file, the list must be of this dataset. An epoch has only
     the other images. All their draws stay the same, and with shuffle full or none so does their order; the other orders
     are made of the images that are left."""
-    repeats: Annotated[int, Rule("a number of repeats from 1 to 64", 1, 64)] = 1
+    repeats: NeedsIndex[Annotated[int, Rule("a number of repeats from 1 to 64", 1, 64)]] = 1
     """Repeated augmentation: this many adjacent positions have the same image, augmented differently. An epoch still
     has as many positions as the training split has images, so a pass over the split takes this many epochs. If it does
     not divide batch.micro_batch, the repeats of some images fall into two micro-batches."""
@@ -242,15 +221,12 @@ class DataConfig:
 
     @property
     def roots(self) -> list[str]:
-        """data.root and the datasets of data.mix, each once."""
-        return list(dict.fromkeys([self.root, *(root for _, root, _ in self.mix)]))
+        """data.root and the datasets that are trained on, each once."""
+        return list(dict.fromkeys([self.root, *self.sources.values()]))
 
-    @property
-    def mix_weights(self) -> list[tuple[float, tuple[float, ...]]]:
-        """The epoch from which on data.mix has these weights, and the weights, (datasets,); the first epoch is 0."""
-        starts = [0.0, *(until for until, *_ in self.mix_until)]
-        weights = [*(tuple(row[1:]) for row in self.mix_until), tuple(weight for *_, weight in self.mix)]
-        return list(zip(starts, weights, strict=True))
+    def moved(self, places: Mapping[str, str]) -> "DataConfig":
+        """Return these settings with other directories or URLs for some of `roots`."""
+        return replace(self, root=places.get(self.root, self.root), **self.moved_sources(places))
 
     @property
     def eval_resized(self) -> int:
@@ -278,10 +254,10 @@ class DataConfig:
         return NORMALISATIONS[self.normalise] if isinstance(self.normalise, str) else self.normalise
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for _, root in self.eval_sets:
             if is_url(root):
                 refuse_credentials("data.eval_sets", root)
-        self._check_mix()
         require(
             len(dict(self.eval_sets)) == len(self.eval_sets),
             f"data.eval_sets has the names {', '.join(name for name, _ in self.eval_sets)}: use each name once",
@@ -323,39 +299,7 @@ class DataConfig:
         )
         parse_augment(self.augment)
 
-    def _check_mix(self) -> None:
-        for _, root, _ in self.mix:
-            if is_url(root):
-                refuse_credentials("data.mix", root)
-        require(
-            len({name for name, _, _ in self.mix}) == len(self.mix),
-            f"data.mix has the names {', '.join(name for name, _, _ in self.mix)}: use each name once",
-        )
-        for row in self.mix_until if self.mix else ():
-            require(
-                len(row) == 1 + len(self.mix),
-                f"data.mix_until has a row {as_typed(row)}: use an epoch and the weights of "
-                f"{', '.join(name for name, _, _ in self.mix)}",
-            )
-        require(
-            all(first[0] < then[0] for first, then in pairwise([(0.0,), *self.mix_until])),
-            f"data.mix_until is {as_typed(self.mix_until)}: use increasing epochs over 0, each the end of its weights",
-        )
-        require(
-            not self.mix or all(sum(weights) > 0 for _, weights in self.mix_weights),
-            f"data.mix is {as_typed(self.mix)} with data.mix_until {as_typed(self.mix_until)}: use at least one weight "
-            "over 0 at any time",
-        )
-
     CONFLICTS = (
-        *(
-            Conflict(
-                names=(name, "mix"),
-                when=partial(_lacks_mix, name=name),
-                remedy="it belongs to a mixture of datasets; set data.mix, or leave it out",
-            )
-            for name in ("mix_until", "mix_classes", "epoch_images")
-        ),
         Conflict(
             names=("cache", "root"),
             when=lambda data: data.cache is not None and not any(map(is_url, data.roots)),
@@ -432,7 +376,7 @@ class ModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of timm.create_model, e.g. drop rates. The number of classes is the dataset's. On the command line each
     is a setting: --model.kwargs.drop_path_rate 0.1 sets it, --model.kwargs.drop_path_rate none removes it."""
-    weights: str | None = None
+    weights: ByContent[str | None] = None
     """Pretrained weights: a file (.safetensors, or .pth, .bin and the like, from which only tensors are read), a run
     directory or one of its checkpoints (the moving average of the weights, if there is one), or, if a hub can be
     reached, a timm name with its tag. If the number of classes differs, the classifier is a new one, see head_scale;
@@ -729,10 +673,10 @@ class LossConfig:
     """Weight of the distillation loss; the loss of the labels has 1 minus this."""
     temperature: Positive = 1.0
     """soft: student's and teacher's logits are divided by it, and the loss is multiplied by its square."""
-    teacher: str | None = None
+    teacher: ByContent[str | None] = None
     """A timm model with the dataset's classes; without teacher_weights its own weights are fetched from the hub.
     local-dir:DIRECTORY: what `dali-train export --format timm` wrote."""
-    teacher_weights: str | None = None
+    teacher_weights: ByContent[str | None] = None
     """A file with the teacher's weights, of the kinds that model.weights takes."""
 
     @property
@@ -1139,9 +1083,9 @@ class HooksConfig:
 
     log_every_steps: Count = 10
     """Steps between two lines on the console and in metrics.jsonl; the host reads the loss only then."""
-    trace_samples: bool = False
+    trace_samples: NeedsIndex[bool] = False
     """Write samples.rank{r}.jsonl: which images each micro-batch had, in 13 bytes an image."""
-    ledger: bool = False
+    ledger: NeedsIndex[bool] = False
     """Write ledger/epoch-NNNNN.npy: loss and margin of each training image in each epoch, in 4 bytes, against the
     image's own label; `dali-train suspects` finds images with a wrong label by them."""
     predictions: CountOr0 = 320

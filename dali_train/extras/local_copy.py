@@ -78,8 +78,7 @@ def copied(data: DataConfig, launch: Launch) -> DatasetLocation:
     if failure:
         raise DatasetError(failure)
     places = {root: str(copy.path) for root, copy in copies.items()}
-    mix = tuple((name, places.get(root, root), weight) for name, root, weight in data.mix)
-    copied_data = replace(data, root=places.get(data.root, data.root), mix=mix, local_copy=None)
+    copied_data = replace(data.moved(places), local_copy=None)
     return DatasetLocation(copied_data, tuple(copy.in_use for copy in copies.values()))
 
 

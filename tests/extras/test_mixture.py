@@ -1,6 +1,7 @@
 """Mixtures of datasets: exact shares in every micro-batch, each dataset in its own epochs, on any number of ranks."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 
 from dali_train import TrainLoader, cli
 from dali_train.config import Config, load_config
+from dali_train.config.command_line import read_overrides
 from dali_train.data.dataset.index import Split, open_split
 from dali_train.data.dataset.manifest import fetched_metadata
 from dali_train.data.loading import cache as cache_module
@@ -400,6 +402,20 @@ def test_images_are_left_out_by_their_numbers_in_the_mixture(mixed: Config, tmp_
 
 
 @pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--data.mix a,x,3 b,s3://y,0.5", (("a", "x", 3), ("b", "s3://y", 0.5))),
+        ("--data.mix_until 6,1,0 12,2,0.5", ((6, 1, 0), (12, 2, 0.5))),
+        ("--data.mix_until 6,1,0", ((6, 1, 0),)),
+        ("--data.mix_classes by-name", "by-name"),
+        ("--data.mix_classes \"{'b': {'cats': 'cat'}}\"", {"b": {"cats": "cat"}}),
+    ],
+)
+def test_values_as_people_type_them(words: str, value: Any) -> None:
+    assert [*read_overrides(shlex.split(words)).values()] == [value]
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data.mix": (("a", "x", 1), ("a", "y", 1))}, "use each name once"),
@@ -499,7 +515,7 @@ def check_what_shows_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     use = "photos: 0.0% from epoch 0, 75.0% from epoch 1; 48 images in 5 steps, 0.96 epochs of 50"
     assert cli.main(["plan", "--config", str(run / "config.json")]) == 0
     planned = capsys.readouterr().out
-    assert f"mixture        {use}\n               art: 100.0% from epoch 0, 25.0% from epoch 1; 112 images" in planned
+    assert f"sources        {use}\n               art: 100.0% from epoch 0, 25.0% from epoch 1; 112 images" in planned
     assert cli.main(["report", str(run)]) == 0
     assert use in (run / "report" / "index.html").read_text()
     assert cli.main(["blame", str(run), "--step", "4", "--images", "40"]) == 0

@@ -113,6 +113,24 @@ def test_the_rest_works_without(part: str, answers: dict[str, dict[str, str]]) -
     assert "    train " in answer["help"]
 
 
+@pytest.mark.thorough
+def test_settings_of_a_part_are_gone_with_it(tmp_path: Path) -> None:
+    without = shutil.ignore_patterns("recipes", *removed_with("mixture"))
+    shutil.copytree(REPOSITORY / "dali_train", tmp_path / "dali_train", ignore=without)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dali_train", *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    recipe = str(REPOSITORY / "configs" / "digits.py")
+    printed = run("train", "--config", recipe, "--help", "data").stdout
+    assert "  --data.root = " in printed and "mix" not in printed
+    mistake = run("train", "--config", recipe, "--data.mix", "a,b,1")
+    assert mistake.returncode == 2 and "--data.mix is not a setting" in mistake.stderr
+    assert "images         1,281,167" in run("plan", "--config", recipe, "--num-images", "1281167").stdout
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_says_what_it_is_for(part: str) -> None:
     path = EXTRAS / part if part.endswith(".py") else EXTRAS / part / "__init__.py"

@@ -379,8 +379,8 @@ def test_one_iteration_and_one_thread_at_a_time(dataset: Path, monkeypatch: pyte
     assert sum(len(labels) for _, labels in val) == len(Split(dataset, "validation"))
     EvalLoader(dataset, batch_size=4, image_size=32, exclude=None, mix=(), **ALONE)
     for wrong, message in (
-        ({"dataset": {dataset: 1}}, "an EvalLoader has one dataset, and not a mixture"),
-        ({"mix": (("a", str(dataset), 1),)}, "an EvalLoader has one dataset, and not a mixture"),
+        ({"dataset": {dataset: 1}}, "an EvalLoader has one dataset: use its directory or URL"),
+        ({"mix": (("a", str(dataset), 1),)}, "an EvalLoader has one dataset: use its directory or URL"),
         ({"exclude": EXCLUDED}, r"exclude is .*excluded.csv, a list of images for a TrainLoader: leave it out"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -413,18 +413,20 @@ def test_one_iteration_and_one_thread_at_a_time(dataset: Path, monkeypatch: pyte
 
 @pytest.mark.thorough
 def test_what_it_imports(dataset: Path) -> None:
-    """No trainer, timm or optimizer; and a single process needs no process group."""
+    """No trainer, timm, optimizer or extra but its settings; and a single process needs no process group."""
     script = f"""
 import sys, dali_train
 train = dali_train.TrainLoader({str(dataset)!r}, batch_size=4, image_size=32, augment="rand-m9-mstd0.5-inc1",
                                mixup=dict(alpha=0.2), device="cpu")
 val = dali_train.EvalLoader({str(dataset)!r}, batch_size=4, image_size=32, device="cpu")
 print(next(iter(train))[1].shape, sum(len(labels) for _, labels in val))
-rooms = ("training", "checkpoint", "hooks", "commands", "extras")
+rooms = ("training", "checkpoint", "hooks", "commands")
 print([name for name in sys.modules if name == "timm" or name.startswith(tuple(f"dali_train.{{r}}" for r in rooms))])
+extras = [name.split(".")[3:] for name in sys.modules if name.startswith("dali_train.extras.")]
+print([name for name in extras if name not in ([], ["settings"])])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    assert (done.returncode, done.stdout) == (0, "torch.Size([4, 5]) 13\n[]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "torch.Size([4, 5]) 13\n[]\n[]\n"), done.stderr
 
 
 def test_a_fork_is_refused(dataset: Path) -> None:

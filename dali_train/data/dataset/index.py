@@ -88,7 +88,7 @@ class Split:
             does not match the index.
     """
 
-    source_name = ""  # of a split in a mixture
+    source_name = ""  # of a split that is a part of another
 
     def __init__(
         self,
@@ -452,45 +452,47 @@ CHECK_EXCLUDED = Extra[Callable[[Split, Path | str, dict[int, str]], None]](
 )
 
 
-class Mixture(Protocol):
-    """The module of what stands for a dataset where data.mix is set."""
+class KindOfDataset(Protocol):
+    """The module of what stands for a dataset where the section data says so, see `OneDataset.kind`."""
 
-    def open_mixed(self, data: DataConfig, name: SplitName, *, local: bool) -> Split: ...
+    def open_split(self, data: DataConfig, name: SplitName, *, local: bool) -> Split: ...
 
-    def mixed_manifest(self, data: DataConfig) -> Manifest: ...
+    def read_manifest(self, data: DataConfig) -> Manifest: ...
+
+    def recipe_settings(self, data: DataConfig) -> dict[str, Any]:
+        """Return the settings of a recipe that say what is trained on."""
+        ...
 
     def describe_uses(self, config: SampleConfig, steps: int) -> list[str]:
-        """Return a line for each dataset: its share, and what `steps` have of it."""
-        ...
-
-    def mixed_recipe(self, data: DataConfig) -> dict[str, Any]:
-        """Return the settings of a recipe that say which datasets are mixed, and how."""
+        """Return a line for each source: its share, and what `steps` have of it."""
         ...
 
 
-MIXTURE = Extra[Mixture]("dali_train.extras.mixture.dataset", "data.mix")
+def kind_of_dataset(data: DataConfig) -> KindOfDataset | None:
+    """Return what stands for the dataset; None: a `Split` of data.root."""
+    return None if data.kind is None else data.kind.load()
 
 
 def open_split(data: DataConfig, name: SplitName, *, local: bool = True) -> Split:
     """Return the split that a run with these settings trains on or evaluates. Who has a directory instead of settings,
-    such as a command on one dataset, opens a `Split`, which is never a mixture.
+    such as a command on one dataset, opens a `Split`.
 
     Args:
         local: see `Split`.
 
     Raises:
-        ConfigError, DatasetError: see `Split`; or the datasets of data.mix do not go together.
+        ConfigError, DatasetError: see `Split`; or the sources of `data` do not go together.
     """
-    if data.mix:
-        return MIXTURE.load().open_mixed(data, name, local=local)
+    if (kind := kind_of_dataset(data)) is not None:
+        return kind.open_split(data, name, local=local)
     exclude = data.exclude if name == "train" else None
     return Split(data.root, name, local=local, exclude=exclude)
 
 
 def read_manifest(data: DataConfig) -> Manifest:
     """Return the manifest of what a run with these settings is trained on. Raises DatasetError: see `Manifest.read`."""
-    if data.mix:
-        return MIXTURE.load().mixed_manifest(data)
+    if (kind := kind_of_dataset(data)) is not None:
+        return kind.read_manifest(data)
     return Manifest.read(data.root)
 
 

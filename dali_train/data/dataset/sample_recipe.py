@@ -10,7 +10,7 @@ from typing import Any
 from dali_train.config import SampleConfig
 from dali_train.config.check import as_typed
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.index import MIXTURE
+from dali_train.data.dataset.index import kind_of_dataset
 from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
 from dali_train.data.sampling.rng import DRAWS_VERSION
 from dali_train.files import sha256
@@ -43,7 +43,7 @@ def sample_settings(config: SampleConfig) -> dict[str, Any]:
     Files are included by their content, so that a replaced file is noticed.
 
     Raises:
-        DatasetError: a dataset of data.mix cannot be read.
+        DatasetError: a source of the dataset cannot be read.
     """
     sections = {one.name: asdict(getattr(config, one.name)) for one in fields(SampleConfig)}
     settings = in_recipe(json.loads(json.dumps(sections)))
@@ -51,8 +51,8 @@ def sample_settings(config: SampleConfig) -> dict[str, Any]:
         del settings["data.block_images"], settings["data.window_blocks"]
     if config.data.exclude is not None and Path(config.data.exclude).is_file():
         settings["data.exclude"] = CONTENT + sha256(Path(config.data.exclude))[:16]
-    if config.data.mix:
-        settings |= MIXTURE.load().mixed_recipe(config.data)
+    if (kind := kind_of_dataset(config.data)) is not None:
+        settings |= kind.recipe_settings(config.data)
     del settings["data.normalise"]  # as numbers, so that it does not matter how they were spelled
     return settings | {"data.mean": list(config.data.mean), "data.std": list(config.data.std), DRAWS: DRAWS_VERSION}
 

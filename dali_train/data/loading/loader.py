@@ -217,7 +217,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
             )
             require(targets in ("classes", "pairs"), f"targets is {targets!r}: use classes or pairs")
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
-            require(split == "train" or not data.mix, f"split is {split}: a mixture is of training splits, use train")
+            require(split == "train" or data.kind is None, f"split is {split}: of several datasets use train")
             self._begin(
                 open_split(data, split) if split == "train" else Split(data.root, split, exclude=data.exclude),
                 config,
@@ -558,15 +558,15 @@ class EvalLoader(_Loader[EvaluationPipeline]):
     ) -> None:
         with in_keywords():
             require(
-                not isinstance(dataset, Mapping) and not settings.get("mix"),
-                "an EvalLoader has one dataset, and not a mixture: use its directory or URL. The classes of a mixture "
-                "begin with those of its first dataset, in their order",
-            )
-            require(
                 settings.get("exclude") is None,
                 f"exclude is {settings.get('exclude')}, a list of images for a TrainLoader: leave it out",
             )
             data = data_config(dataset, "eval_size", image_size, decode_device, settings)
+            require(
+                data.kind is None,
+                "an EvalLoader has one dataset: use its directory or URL. If several are trained on, the classes begin "
+                "with those of the first, in their order",
+            )
             place = Place.find(dp_rank, dp_size, group, device, num_threads)
             size = BatchConfig(global_batch=batch_size, micro_batch=batch_size).micro_batch
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)

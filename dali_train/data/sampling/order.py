@@ -205,9 +205,9 @@ class SampleOrder:
     def of(
         cls, config: SampleConfig, labels: NDArray[np.integer], kept: NDArray[np.bool_] | None = None
     ) -> "SampleOrder":
-        """Return the order of a dataset whose images have these classes, (N,), or of those `kept` for data.exclude."""
+        """Return the order of a dataset whose images have these classes, (N,), or of those `kept`."""
         data, batch = config.data, config.batch
-        assert (data.exclude is None) == (kept is None), "the images to leave out must be known"
+        assert data.exclude is None or kept is not None, "the images to leave out must be known"
         labels = labels if kept is None else labels[kept]
         blocks = Blocks(
             num_images=len(labels),

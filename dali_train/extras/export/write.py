@@ -146,7 +146,7 @@ def model_card(trained: TrainedModel, run: RunDirectory) -> str:
     """Return a model card in Markdown, with the metadata that the Hugging Face Hub reads."""
     config, checkpoint, facts = trained.config, trained.checkpoint, run.environment
     name = PurePosixPath(config.run.dir).name
-    dataset = " + ".join(source for source, _, _ in config.data.mix) or PurePosixPath(config.data.root).name
+    dataset = " + ".join(config.data.sources) or PurePosixPath(config.data.root).name
     rows = {
         "model": f"`{config.model.name}`, {describe_parameters(trained.model)}",
         "classes": f"{len(trained.class_names)}",

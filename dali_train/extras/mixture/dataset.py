@@ -5,15 +5,13 @@ takes a split and image numbers takes a mixture too: loader, trace, record, ledg
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig, SampleConfig
-from dali_train.data.dataset.index import Split, kept_images
+from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import (
     Manifest,
     Shard,
@@ -22,39 +20,9 @@ from dali_train.data.dataset.manifest import (
     dataset_content,
     metadata_directory,
 )
-from dali_train.data.dataset.sample_recipe import names_content
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.mixture.merge import MixedOrder, mixed_order
 from dali_train.extras.mixture.mixed_classes import class_names, class_numbers, united_sets
-from dali_train.text import plural
-
-
-def open_mixed(data: DataConfig, name: SplitName, *, local: bool) -> Split:
-    """Return the training split of a mixture, or the validation split of data.root with the classes of the mixture.
-
-    Args:
-        local: see `Split`.
-
-    Raises:
-        ConfigError: the datasets do not go together.
-        DatasetError: see `Split`.
-    """
-    return MixedSplit(data, local=local) if name == "train" else _validation_split(data, name, local=local)
-
-
-def _validation_split(data: DataConfig, name: SplitName, *, local: bool) -> Split:
-    split = Split(data.root, name, local=local)
-    mixed = mixed_manifest(data)  # the labels of data.root come first
-    split.manifest = replace(
-        split.manifest,
-        num_classes=mixed.num_classes,
-        class_names=mixed.class_names,
-        label_sets=mixed.label_sets,
-        format_version=mixed.format_version,
-    )
-    split.dataset_bytes = _num_bytes(mixed)
-    split.label_sets = split.padded_sets(mixed)
-    return split
 
 
 class MixedSplit(Split):
@@ -82,7 +50,7 @@ class MixedSplit(Split):
         self.shards = ()
         self.paths = []
         self.num_bytes = sum(part.num_bytes for part in self.parts)
-        self.dataset_bytes = _num_bytes(self.manifest)
+        self.dataset_bytes = num_bytes(self.manifest)
         self.rows = np.concatenate([part.rows for part in self.parts])
         labels = [of_source[part.rows["label"]] for part, of_source in zip(self.parts, numbers, strict=True)]
         self.rows["label"] = np.concatenate(labels)
@@ -139,7 +107,7 @@ class MixedSplit(Split):
 # Manifest
 
 
-def read_manifests(data: DataConfig) -> list[Manifest]:
+def source_manifests(data: DataConfig) -> list[Manifest]:
     """Return the manifests of the sources. Raises DatasetError: see `Manifest.read`, or one has no training split."""
     manifests = [Manifest.read(root) for _, root, _ in data.mix]
     for (name, root, _), manifest in zip(data.mix, manifests, strict=True):
@@ -148,14 +116,14 @@ def read_manifests(data: DataConfig) -> list[Manifest]:
     return manifests
 
 
-def mixed_manifest(data: DataConfig) -> Manifest:
+def read_manifest(data: DataConfig) -> Manifest:
     """Return a manifest of the whole: its classes, and each source as if it were a shard.
 
     Raises:
         ConfigError: a class has no counterpart, or some sources hold encoded images and others pixels.
-        DatasetError: see `read_manifests`.
+        DatasetError: see `source_manifests`.
     """
-    manifest, _ = _manifest_of(data, Manifest.read(data.root), read_manifests(data))
+    manifest, _ = _manifest_of(data, Manifest.read(data.root), source_manifests(data))
     return manifest
 
 
@@ -189,7 +157,7 @@ def _manifest_of(
     return manifest, numbers
 
 
-def _num_bytes(manifest: Manifest) -> int:
+def num_bytes(manifest: Manifest) -> int:
     return sum(split.num_bytes for split in manifest.splits.values())
 
 
@@ -209,40 +177,3 @@ def _as_shards(manifests: dict[str, Manifest], split: SplitName) -> SplitManifes
         shards=shards,
         index_crc32c=f"{crc32c(content.encode()):08x}",
     )
-
-
-def describe_uses(config: SampleConfig, steps: int) -> list[str]:
-    """Return a line for each source: its share with each of the weights, and what the first `steps` have of it.
-
-    Raises:
-        ConfigError, DatasetError: see `MixedSplit`, of which only the manifests are read.
-    """
-    data, batch = config.data, config.batch
-    sources = [manifest.splits["train"].num_records for manifest in read_manifests(data)]
-    kept = None if data.exclude is None else kept_images(data.exclude, sum(sources))
-    order = mixed_order(config, sources, np.zeros(sum(sources), dtype=np.int64), kept)
-    counts = order.counts_before(steps * batch.num_micro_batches).tolist()  # repeats included
-    weights = data.mix_weights
-    lines = []
-    for number, (name, _, _) in enumerate(data.mix):
-        shares = [f"{each[number] / sum(each):.1%} from epoch {epoch:g}" for epoch, each in weights]
-        if len(weights) == 1:
-            shares = [f"{weights[0][1][number] / sum(weights[0][1]):.1%}"]
-        num_images = order.orders[number].num_images
-        lines.append(
-            f"{name}: {', '.join(shares)}; {plural(counts[number], 'image')} in {plural(steps, 'step')}, "
-            f"{counts[number] / num_images:.2f} epochs of {num_images:,}"
-        )
-    return lines
-
-
-def mixed_recipe(data: DataConfig) -> dict[str, Any]:
-    """Return what a recipe has of data.mix: the names in their order, and the weight and the content of each dataset.
-
-    Raises DatasetError: see `read_manifests`.
-    """
-    fields: dict[str, Any] = {"data.mix": [name for name, _, _ in data.mix]}
-    for (name, _, weight), manifest in zip(data.mix, read_manifests(data), strict=True):
-        fields[f"data.mix {name} (weight)"] = weight
-        fields[f"data.mix {name} (dataset)"] = f"{dataset_content(manifest)}, {names_content(manifest.class_names)}"
-    return fields

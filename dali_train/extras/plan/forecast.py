@@ -17,7 +17,7 @@ from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.config import BatchConfig, Config, DataConfig
 from dali_train.config.check import as_typed, close_names
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.index import MIXTURE, kept_images, open_split
+from dali_train.data.dataset.index import kept_images, kind_of_dataset, open_split
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.extras.class_weights import describe_weights, weights_of
@@ -91,9 +91,9 @@ def print_plan(
     for start, sized in config.sizes_by_step(num_images) if config.data.progressive else ():
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
-    if config.data.mix and source != NUM_IMAGES:
-        for number, line in enumerate(MIXTURE.load().describe_uses(config, steps)):
-            print(f"{'' if number else 'mixture':<15}{line}")
+    if (kind := kind_of_dataset(config.data)) is not None and source != NUM_IMAGES:
+        for number, line in enumerate(kind.describe_uses(config, steps)):
+            print(f"{'' if number else 'sources':<15}{line}")
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for line in _class_weights(config):
         print(textwrap.fill(line, 120, subsequent_indent=" " * 15))
@@ -335,9 +335,9 @@ def _images(data: DataConfig, num_images: int | None) -> tuple[int, int, str, fl
         if num_images < 1:
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
         return num_images, IMAGENET_CLASSES, NUM_IMAGES, IMAGENET_IMAGE_BYTES
-    if data.mix:
-        mixed = open_split(data, "train", local=False)
-        return mixed.num_images, mixed.num_classes, mixed.dataset_name, mixed.num_bytes / len(mixed)
+    if data.kind is not None:
+        whole = open_split(data, "train", local=False)
+        return whole.num_images, whole.num_classes, whole.dataset_name, whole.num_bytes / len(whole)
     if (metadata_directory(data.root) / "dataset.json").exists():
         manifest = Manifest.read(data.root)
         split = manifest.splits["train"]
@@ -393,8 +393,8 @@ def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
     if data.shuffle == "balanced":
         return "balanced: any image may follow any other, and all classes are equally frequent"
     lanes = config.batch.num_micro_batches
-    pool = min(num_images, lanes * data.window_blocks * data.block_images * max(1, len(data.mix)))
-    of_each = "of each dataset " if data.mix else ""
+    pool = min(num_images, lanes * data.window_blocks * data.block_images * max(1, len(data.sources)))
+    of_each = "of each dataset " if data.sources else ""
     return (
         f"block: {data.window_blocks} blocks of {data.block_images} images {of_each}are mixed in each of a step's "
         f"{lanes} micro-batches; about {pool * image_bytes / 1e9:.1f} GB in the page caches of all hosts together"

@@ -7,6 +7,7 @@ evaluates, again. A table in docs/exactness.md says what this proves, and what i
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,16 +113,8 @@ def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
 
 def with_dataset(config: Config, dataset: str | None) -> Config:
     """Return the settings of a run with the `dataset` on this machine, of which no copies are made."""
-    return config.replace(
-        {
-            "data.root": dataset or config.data.root,
-            "data.mix": tuple(
-                (name, dataset if dataset and root == config.data.root else root, weight)
-                for name, root, weight in config.data.mix
-            ),
-            **dict.fromkeys(("data.local_copy", "data.cache", "data.cache_gb")),
-        }
-    )
+    data = config.data.moved({config.data.root: dataset or config.data.root})
+    return replace(config, data=replace(data, local_copy=None, cache=None, cache_gb=None)).from_files(config.files)
 
 
 def order_sums(micro_batches: MicroBatches, steps: set[int]) -> dict[int, int]:

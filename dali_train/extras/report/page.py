@@ -16,7 +16,7 @@ import numpy as np
 
 from dali_train.checkpoint.run_directory import LIBRARIES
 from dali_train.config import HooksConfig
-from dali_train.data.dataset.index import MIXTURE
+from dali_train.data.dataset.index import kind_of_dataset
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.extras.report.charts import ALL_FIELDS, PHASE_NAMES, STEP_FIELDS, Chart, chart_data, sections
 from dali_train.extras.report.runs import ReportedRun, by_dataset, differences, find_runs, load_run
@@ -286,13 +286,12 @@ def _energy(run: ReportedRun) -> dict[str, str]:
 
 
 def _data(run: ReportedRun) -> str:
-    """Name the dataset, or those of a mixture with what the run has had of each, where they are here."""
+    """Name the dataset, or its sources with what the run has had of each, where they are here."""
     data = run.config.data
-    if not data.mix:
-        return data.root
     with suppress(ConfigError, DatasetError, OSError):
-        return "; ".join(MIXTURE.load().describe_uses(run.config, run.events[-1]["step"]))
-    return "; ".join(f"{name}: {root}" for name, root, _ in data.mix)
+        if (kind := kind_of_dataset(data)) is not None:
+            return "; ".join(kind.describe_uses(run.config, run.events[-1]["step"]))
+    return "; ".join(f"{name}: {root}" for name, root in data.sources.items()) or data.root
 
 
 def _optimizer(run: ReportedRun) -> str:
