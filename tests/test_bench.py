@@ -72,7 +72,7 @@ def test_an_index_of_full_size_points_at_images(tmp_path: Path, monkeypatch: pyt
 
 def gpu_options(tmp_path: Path, **changes: Any) -> argparse.Namespace:
     values = {"work": tmp_path, "out": tmp_path, "copy": None, "device": "cpu", "quick": True, "commit": "abc"}
-    values |= {"archive": None, "cifar10": None, "program": None, "minutes": None, "parts": [""], "again": False}
+    values |= {"archive": None, "cifar10": None, "program": None, "minutes": None, "parts": [""]}
     return argparse.Namespace(**{**values, **changes})
 
 
@@ -196,13 +196,13 @@ def test_a_second_call_continues(
         (60, True, {"parts": ["first"]}, 0),
         (60, True, {}, 1),
         (60, True, {}, 1),  # nothing is open
-        (60, True, {"again": True, "parts": ["broken"]}, 1),
+        (60, True, {"commit": "def", "parts": ["broken"]}, 1),
     ):
         monkeypatch.setattr(gpu, "has_dali", lambda dali=dali: dali)
         assert gpu.run_parts(gpu_options(tmp_path, **more), parts, tmp_path / "report.md", call_s) == status
         lines = capsys.readouterr().out.splitlines()
         begun.append([line.split(":")[0] for line in lines if ": at most " in line])
-    assert begun == [[], ["model-a"], ["make-x", "first"], ["broken", "after-broken"], [], ["broken"]]
+    assert begun == [[], ["model-a"], ["make-x", "first"], ["broken", "after-broken"], [], ["model-a", "broken"]]
     assert "| after-broken | FAILED: broken has not succeeded | 0 |" in (tmp_path / "report.md").read_text()
 
 

@@ -5,10 +5,11 @@
     python -m tools.bench.gpu --device cpu --quick   # a rehearsal without a GPU: does every part run?
 
 Each part is a command with a time limit; if it fails, the next one runs anyway. DATE-gpu-NAME.jsonl receives the rounds
-of every part, DATE-gpu-NAME.md the goals and the output. Parts that the .jsonl file has already are skipped without
---again. With --minutes the newest report of such a GPU is continued, whatever its date; a call starts no part that
-would not end within --seconds, and ends with status 75 while parts are left. docs/first-gpu-run.md has the calls for 15
-minutes. The parts model-* need no DALI, which tools/bench/pack_gpu.sh may bring in the meantime.
+of every part, DATE-gpu-NAME.md the goals and the output. Parts that the .jsonl file has of the same commit are skipped.
+With --minutes the newest report of such a GPU is continued, whatever its date; parts of other commits are measured
+anew. A call starts no part that would not end within --seconds, and ends with status 75 while parts are left.
+docs/first-gpu-run.md has the calls for 15 minutes. The parts model-* need no DALI, which tools/bench/pack_gpu.sh may
+bring in the meantime.
 """
 
 import argparse
@@ -59,10 +60,9 @@ class Part:
     def limit_s(self) -> int:
         return min(300, 60 + 2 * self.expected_s)
 
-    def is_open(self, result: dict[str, Any] | None) -> bool:
-        return (
-            result is None or result["state"] == "no time left" or (self.makes is not None and not self.makes.exists())
-        )
+    def is_open(self, result: dict[str, Any] | None, commit: str) -> bool:
+        is_missing = self.makes is not None and not self.makes.exists()
+        return result is None or result["state"] == "no time left" or result.get("commit") != commit or is_missing
 
 
 def plan(options: argparse.Namespace) -> list[Part]:
@@ -198,7 +198,6 @@ def main() -> int:
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "dali-train-bench-gpu", metavar="DIR"
     )
     parser.add_argument("--parts", nargs="+", default=[""], metavar="WORD", help="parts whose name begins with a WORD")
-    parser.add_argument("--again", action="store_true", help="also parts that the report has already")
     parser.add_argument("--minutes", type=int, choices=[15, 30, 45], help="the most important parts, in calls")
     parser.add_argument("--seconds", type=int, default=CALL_S, metavar="N", help="of a call (default: %(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
@@ -207,8 +206,13 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU: check the driver, or rehearse with --device cpu --quick")
     options.work.mkdir(parents=True, exist_ok=True)
-    report = report_path(options)
-    return run_parts(options, plan(options), report, options.seconds if options.minutes else float("inf"))
+    report, parts = report_path(options), plan(options)
+    for word in options.parts:
+        if not any(part.name.startswith(word) for part in parts):
+            parser.error(
+                f"--parts {word}: no part's name begins so, use some of {' '.join(part.name for part in parts)}"
+            )
+    return run_parts(options, parts, report, options.seconds if options.minutes else float("inf"))
 
 
 def run_parts(options: argparse.Namespace, parts: list[Part], report: Path, call_s: float) -> int:
@@ -222,10 +226,13 @@ def run_parts(options: argparse.Namespace, parts: list[Part], report: Path, call
     for part in reversed(parts):  # also what they need, which comes before them
         names |= {part.needs} if part.name in names else set()
     chosen = [part for part in parts if part.name in names]
-    again = [part for part in chosen if options.again and part.name.startswith(prefixes)]
+    still_open = [part for part in chosen if part.is_open(results.get(part.name), options.commit)]
+    if not still_open:
+        print(f"nothing is left to measure: the report has all {len(chosen)} parts of commit {options.commit}")
+        write_report(options, report, results)
     left: list[str] = []
     result: dict[str, Any]
-    for part in (part for part in chosen if part in again or part.is_open(results.get(part.name))):
+    for part in still_open:
         remaining_s = call_s - (time.monotonic() - begin)
         if remaining_s < part.expected_s or part.needs in left or not (part.name.startswith("model-") or has_dali()):
             left.append(part.name)

@@ -13,10 +13,16 @@ call=$1 commit=$2 site=/tmp/site carried=.gpu options=()
 measure() {
     nvidia-smi; nproc; free -g; df -h /tmp /dev/shm; python3 -V; command -v gcc g++ nvcc xz
     ldconfig -p | grep -E 'nvcuvid|nvjpeg|libcuda\.|nvidia-ml'  # without nvcuvid nvJPEG has no hardware decoder
-    if [ ! -e "$site/packed.txt" ]; then
+    if [ ! -e "$site/packed.txt" ] && [ ! -e "$carried/bundle.tar.xz.sha256" ]; then
+        echo "neither $site nor $carried has the bundle: this machine is a new one, begin with call 1"
+        return 2
+    fi
+    # What an earlier bundle left is not mixed with this one.
+    if [ -e "$carried/bundle.tar.xz.sha256" ] && ! cmp -s "$carried/bundle.tar.xz.sha256" "$site/bundle.tar.xz.sha256"; then
+        rm -rf "$site"
         # Meanwhile torch comes from the disk, and the GPU's context is made.
         python3 -c 'import torch, timm; torch.cuda.is_available() and torch.ones(1).cuda()' &
-        python3 tools/bench/unpack_gpu.py "$carried" "$site"
+        python3 tools/bench/unpack_gpu.py "$carried" "$site" && cp "$carried/bundle.tar.xz.sha256" "$site"
         wait
     fi
     if [ "$call" = 1 ]; then

@@ -21,7 +21,8 @@ usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }
 repository=$(cd "$(dirname "$0")/../.." && pwd)
 
 pack() {
-    local out=$1 version=${PYTHON_VERSION:-3.12} photos=${PHOTOS:+$(realpath "$PHOTOS")}
+    local out=$1 version=${PYTHON_VERSION:-3.12} photos=
+    if [ -n "${PHOTOS:-}" ]; then photos=$(realpath -e "$PHOTOS"); fi
     work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
     mkdir -p "$out" "$work/site" "$work/wheels"
     local target=(--quiet --disable-pip-version-check --only-binary=:all: --implementation cp --python-version "$version")
