@@ -155,3 +155,29 @@ def test_a_class_without_images_is_never_the_answer() -> None:
     values = np.stack([labels, np.arange(40) % 5], axis=1).astype(np.float32)
     weight, bias = classifier._fit(classifier._Features(values, labels), 3, 0)
     assert ((values @ weight.T + bias).argmax(axis=1) == labels).all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_fits"),
+    [
+        ([1, 1, 1], 0),  # nothing to choose by
+        ([3, 3, 1], 6),  # three folds of two strengths
+        ([40, 40], 10),
+        ([40, 40, 0, 1], 10),
+    ],
+)
+def test_the_strength_is_chosen_by_cross_validation(
+    counts: list[int], num_fits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classifier, "_STRENGTHS", np.array([1e-4, 10.0]))
+    fits, fitted = [], classifier._regression
+    monkeypatch.setattr(classifier, "_regression", lambda *arguments: fits.append(1) or fitted(*arguments))
+    labels = np.repeat(np.arange(len(counts)), counts)
+    values = np.random.default_rng(0).normal(labels[:, None], 0.3, (len(labels), 4)).astype(np.float32)
+    strength = classifier._strength(values, labels, seed=(1 << 64) - 1)
+    assert len(fits) == num_fits
+    assert strength == (10.0 if num_fits else 1.0)
+    monkeypatch.setattr(classifier, "_MOST_SCORES", 1)
+    fits.clear()
+    classifier._strength(values, labels, seed=0)
+    assert len(fits) == (2 if num_fits else 0), "of many images one fold"
