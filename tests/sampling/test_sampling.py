@@ -585,7 +585,7 @@ def test_images_that_are_left_out_change_nothing_of_the_others(shuffle: str) -> 
     for window in windows or ():
         assert kept[left.order.images_in(*window)].all()
     with pytest.raises(AssertionError, match="must be known"):
-        SampleOrder.of(config, rows["label"], kept)
+        SampleOrder.of(left_out, rows["label"], None)
 
 
 def test_each_block_is_read_by_one_lane() -> None:
