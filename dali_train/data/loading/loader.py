@@ -217,7 +217,9 @@ class TrainLoader(_Loader[TrainingPipeline]):
             )
             require(targets in ("classes", "pairs"), f"targets is {targets!r}: use classes or pairs")
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
-            require(split == "train" or data.kind is None, f"split is {split}: of several datasets use train")
+            require(
+                split == "train" or data.kind is None, f"split is {split}: several datasets have no other, use train"
+            )
             self._begin(
                 open_split(data, split) if split == "train" else Split(data.root, split, exclude=data.exclude),
                 config,
