@@ -1,20 +1,17 @@
 """A real notebook in a real kernel: the cells of README and docs/notebook.ipynb on two processes, training in it,
-errors and interrupts in the cell; and the loop in docs/operating.md, for those who write their own."""
+errors and interrupts in the cell."""
 
 import json
 import os
 import re
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from dali_train.config import load_config
 from tests.conftest import REPOSITORY, finished_run
-from tests.helpers import FLOAT32_BOUND, in_ranks, largest_difference, losses, samples
+from tests.helpers import FLOAT32_BOUND, largest_difference, losses, samples
 from tests.ranks import patience
 
 nbformat = pytest.importorskip("nbformat")
@@ -105,31 +102,3 @@ def test_training_in_cells(on_two_ranks: Path, tiny_config: Path, tmp_path: Path
     assert "'Ctrl-C'" in stopped and "stopped after saving: Ctrl-C" in stopped_2
     step = int(re.findall(r"\('Ctrl-C', (\d+)\)", stopped_2)[0])
     assert (tmp_path / "stopped-2" / "checkpoints" / f"step-{step:08d}").is_dir()
-
-
-SAVE = """
-if launch.rank == 0:
-    from pathlib import Path
-    from safetensors.torch import save_file
-
-    save_file(trainer.model.state_dict(), "loop.safetensors")
-    Path("loop.txt").write_text(f"{accuracy:.2%}")
-"""
-
-
-def run_script(rank: int, script: Path) -> None:
-    os.chdir(script.parent)
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def test_the_loop_in_the_documentation(on_two_ranks: Path, tiny_config: Path, tmp_path: Path) -> None:
-    """It trains as the trainer does."""
-    text = (REPOSITORY / "docs" / "operating.md").read_text()
-    loop = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "trainer.step" in block)
-    assert len(loop.splitlines()) <= 30
-    (tmp_path / "loop.py").write_text(loop.replace("configs/digits.py", str(tiny_config)) + SAVE)
-    in_ranks(2, run_script, tmp_path / "loop.py")
-    ours, theirs = load_file(tmp_path / "loop.safetensors"), load_file(on_two_ranks / "model.safetensors")
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    top1 = json.loads((on_two_ranks / "epoch_accuracies.json").read_text())[-1]
-    assert (tmp_path / "loop.txt").read_text() == f"{top1:.2%}"

@@ -8,7 +8,7 @@ Each part is a command with a time limit; if it fails, the next one runs anyway.
 of every part, DATE-gpu-NAME.md the goals and the output. Parts that the .jsonl file has of the same commit are skipped.
 With --minutes the newest report of such a GPU is continued, whatever its date; parts of other commits are measured
 anew. A call starts no part that would not end within --seconds, and ends with status 75 while parts are left.
-docs/first-gpu-run.md has the calls for 15 minutes. The parts model-* need no DALI, which tools/bench/pack_gpu.sh may
+tools/README.md has the calls for 15 minutes. The parts model-* need no DALI, which tools/bench/pack_gpu.sh may
 bring in the meantime.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One call to a GPU machine that is lent for 15 minutes, has PyTorch and reaches nothing: docs/first-gpu-run.md.
+# One call to a GPU machine that is lent for 15 minutes, has PyTorch and reaches nothing: tools/README.md.
 #
 #   tools/bench/lent.sh 1 COMMIT    unpack .gpu/bundle.tar.xz.*; are the GPU's images and training right; the model alone
 #   tools/bench/lent.sh 2 COMMIT    with .gpu/photos.tar, .gpu/cifar10-jpeg.tar.gz, .gpu/airbench94.py: everything that reads

@@ -6,7 +6,7 @@
 #   PYTHONPATH=SITE python3 -m tools.bench.gpu     there, in the repository
 #
 # The bundle holds what pyproject.toml requires, without what PRESENT installs, and of DALI what decodes JPEGs on one kind
-# of GPU: one part of 56 MB. docs/first-gpu-run.md has the commands for a GPU that is lent for a quarter of an hour.
+# of GPU: one part of 56 MB. tools/README.md has the commands for a GPU that is lent for a quarter of an hour.
 # Environment variables:
 #   PYTHON_VERSION=3.12            of the other machine
 #   PRESENT="torch==2.11.* ..."    what is installed there
