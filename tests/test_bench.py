@@ -10,7 +10,9 @@ import json
 import os
 import runpy
 import shlex
+import shutil
 import struct
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -204,6 +206,39 @@ def test_a_second_call_continues(
         begun.append([line.split(":")[0] for line in lines if ": at most " in line])
     assert begun == [[], ["model-a"], ["make-x", "first"], ["broken", "after-broken"], [], ["model-a", "broken"]]
     assert "| after-broken | FAILED: broken has not succeeded | 0 |" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.thorough
+def test_the_calls_to_a_lent_gpu(tmp_path: Path) -> None:
+    """A rehearsal of their first part: a machine without the bundle is noticed, what was measured comes back, is not
+    measured again at the same commit, and is at another one."""
+    (tmp_path / "packages").mkdir()
+    for name in ("dali_train", "tools", "configs", "tests", "docs"):
+        (tmp_path / "packages" / name).symlink_to(REPOSITORY / name)
+    out, kept = tmp_path / "out", tmp_path / "measured"
+    environment = os.environ | {"TMPDIR": str(tmp_path), "OPTIONS": "--device cpu --quick --parts machine"}
+    environment |= {"OUT": str(out), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def call(number: str, commit: str) -> tuple[int, str]:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        line = ["bash", str(REPOSITORY / "tools" / "bench" / "lent.sh"), number, commit]
+        done = subprocess.run(line, cwd=tmp_path / "packages", env=environment, capture_output=True, check=False)
+        return done.returncode, (out / f"call-{number}.log").read_text()
+
+    assert not kept.exists() and call("2", "abc")[0] == 2 and not kept.exists()
+    assert "begin with call 1" in (out / "call-2.log").read_text()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "packed.txt").touch()
+    for number, commit, begins in (("1", "abc", True), ("2", "abc", False), ("2", "def", True)):
+        status, printed = call(number, commit)
+        assert status == 0, printed
+        assert ("machine: at most" in printed) == begins, printed
+        assert begins or "nothing is left to measure" in printed
+        (report,) = out.glob("*-gpu-cpu.jsonl")
+        header, line = map(json.loads, report.read_text().splitlines())
+        assert f"commit {commit}, a rehearsal" in header["header"] and line["commit"] == commit
+        assert (line["part"], line["state"]) == ("machine", "done") and str(REPOSITORY) not in report.read_text()
 
 
 def test_what_measures_a_gpu_runs_on_a_cpu(dataset: Path, tmp_path: Path) -> None:

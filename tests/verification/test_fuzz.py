@@ -77,11 +77,11 @@ def test_fields_of_json_have_their_type() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)  # half a minute of a core, which a busy machine gives late
-def test_a_thousand_damaged_files_of_each_kind_are_refused_or_read() -> None:
-    command = [sys.executable, "tests/verification/fuzz.py", "--cases", "1000", "--only", "cheap"]
+def test_hundreds_of_damaged_files_of_each_kind_are_refused_or_read() -> None:
+    command = [sys.executable, "tests/verification/fuzz.py", "--cases", "400", "--only", "cheap"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    rows = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines() if " 1000 " in line}
+    rows = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines() if " 400 " in line}
     assert rows.keys() == {name for name, target in fuzz.TARGETS.items() if target.is_cheap}
 
 
