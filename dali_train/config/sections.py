@@ -37,7 +37,8 @@ from dali_train.config.check import (
 )
 from dali_train.errors import ConfigError
 
-# The settings that extras add to a section, which inherits from them: a row for each.
+# The settings that extras add to a section, which inherits from them. `OneDataset` says what those of a kind of dataset
+# may override.
 try:
     from dali_train.extras.mixture.settings import MixtureSettings
 except ModuleNotFoundError:  # left out of this installation
@@ -101,7 +102,7 @@ class DataConfig(MixtureSettings):
     ] = None
     """Largest size of data.cache, per host. None: the free space of its disk, less a twentieth."""
     reader: Literal["index", "dali", "synthetic"] = "index"
-    """index: images are slices of memory-mapped shards. synthetic: noise, to measure the cost of loading data. dali:
+    """index: images are found through the index. synthetic: noise, to measure the cost of loading data. dali:
     DALI's own TFRecord reader, which reads shards sequentially; samples then depend on the number of ranks, and a
     resumed run begins a new pass."""
     device: NotInRecipe[Literal["auto", "cpu", "gpu"]] = "auto"

@@ -77,23 +77,23 @@ class Trainer:
         self.statistics.finish_step(self.num_micro_batches)
         if self.ema is not None:
             self.clock.enter("optimizer")
-            if self.ema.update(step):
+            if self.ema.update(step):  # lookahead has replaced the running statistics
                 self.statistics.begin()
         self.clock.enter("logging")
         self.clock.finish_step()
         return micro_batches, batch
 
     def forward_backward(self, step: int, loader: TrainLoader) -> StepImages:
-        """Compute the gradient of the step's mean loss into each parameter's `grad`. Pipelines and audits override
-        this."""
+        """Compute the gradient of the step's mean loss into each parameter's `grad`. Pipeline parallelism and audits
+        override this."""
         micro_batches = []
         num_local_micro_batches = self.parallel.layout.num_local_micro_batches(self.num_micro_batches)
         num_passes = self.parallel.num_passes(self.num_micro_batches)
         for number in range(num_passes):
             is_last = number == num_passes - 1
             has_micro_batch = number < num_local_micro_batches
-            # Where every pass has collectives, a coordinate with a micro-batch less has its last one again, with a loss
-            # of zero, while others have theirs.
+            # Where every pass has collectives, a coordinate with a micro-batch less computes its last one again, with a
+            # loss of zero, while others have theirs. That is its last pass, and `batch` is still the one before.
             if has_micro_batch:
                 self.clock.enter("data")
                 batch = loader.next()
@@ -129,8 +129,8 @@ class Trainer:
         loss.backward()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale the mean `loss` of one micro-batch by its weight in the step and by float16's loss scale. DDP and FSDP
-        average over ranks, so the result is the gradient of the mean over all micro-batches."""
+        """Scale the mean `loss` of one micro-batch by its weight in the step and by float16's loss scale. DDP, FSDP and
+        `finish_gradients` average over ranks, so the result is the gradient of the mean over all micro-batches."""
         return self.precision.scaler.scale(loss / (self.num_micro_batches / self.parallel.layout.data_size))
 
     def forward_model(self) -> nn.Module:

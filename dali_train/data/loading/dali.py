@@ -1,7 +1,8 @@
 """DALI's graphs, for training and for evaluation, and what feeds and runs them. `decoders` has the nodes that decode.
 
 The graphs draw no random numbers: boxes, flips, augmentations, Mixup partners and lambdas are inputs, and the outputs
-are pure functions of them. The inputs of a training graph are in one table, `INPUTS`: to add an input, add a row.
+are pure functions of them. `training_inputs` collects the inputs of a training graph, those of an image (`INPUTS`) and
+those of each view of it (`_view_inputs`); `training_graph` and `_transformed` use them.
 """
 
 from collections import deque
@@ -76,8 +77,8 @@ VIEW_INPUTS: dict[str, Input] = {
 
 
 def training_inputs(split: Split, storage: Storage, views: Sequence[DataConfig]) -> dict[str, Input]:
-    """Return all inputs of the training graph by name: `INPUTS`, the stored images, and the augmentation's draws. With
-    several `views` the name of an input of a view has its number: "mirror 3"."""
+    """Return all inputs of the training graph by name: the stored images and their sizes, `INPUTS`, and those of the
+    view. With several `views` the name of an input of a view has its number: "mirror 3"."""
     inputs = {"stored": stored_input(split, storage), "size": size_input(split), **INPUTS}
     if split.manifest.encoding == "raw":
         del inputs["size"]
@@ -248,7 +249,7 @@ def training_graph(feed: Feed, views: Sequence[DataConfig], pixels: PixelFormat,
     if len(views) == 1:
         return _transformed(images, views[0], pixels, nodes), *outputs
     transformed = []
-    for number, data in enumerate(views):
+    for number, data in enumerate(views):  # what is decoded is a box around the crops of all views
         own = {name.removesuffix(f" {number}"): node for name, node in nodes.items() if name.endswith(f" {number}")}
         crops = fn.slice(images, own["anchor"] - anchor, own["shape"], axis_names="HW")
         transformed.append(_transformed(crops, data, pixels, own))

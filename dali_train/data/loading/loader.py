@@ -1,9 +1,10 @@
 """Batches on the model's device, for this trainer and for any other training loop: `TrainLoader` and `EvalLoader`.
 
-The way of the data is one line per stage in `TrainLoader._pipeline_of`: order, read, decode, augment and mix, device. A
-loader knows the data-parallel coordinate and size, not the global rank, because with model parallelism several ranks
-share one coordinate. Its position is a step; everything else follows from the settings and the seed. So its state is a
-step, and what decides the samples, by which another loader is refused; any number of coordinates can load it.
+The way of the data is in `TrainLoader._pipeline_of`: `read_ahead` draws the micro-batches and has their bytes read, and
+the pipeline decodes, augments and mixes; `TrainLoader._run` brings the batch to the device. A loader knows the
+data-parallel coordinate and size, not the global rank, because with model parallelism several ranks share one
+coordinate. Its position is a step; everything else follows from the settings and the seed. So its state is a step, and
+what decides the samples, by which another loader is refused; any number of coordinates can load it.
 """
 
 import gc
@@ -265,8 +266,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
         Args:
             node: this process's view of the cache of its node, if there is one.
             start_step: of the first micro-batch.
-            decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws)
-                but no images.
+            decodes: False on later stages of pipeline parallelism, which need labels and lambdas (from the index and
+                the draws) but no images.
 
         Raises:
             ConfigError: there are more coordinates than micro-batches.
@@ -499,7 +500,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
 
     def _pipeline_of(self, segment: Segment, chosen: Iterator[MicroBatch] | None = None) -> TrainingPipeline:
         """Return the pipeline of a segment's micro-batches, or of those `chosen`, whose bytes are not read ahead: here
-        a dataset (`split`), an order (`micro_batches`) and a storage become batches."""
+        a dataset (`split`), the order of its images and a storage become batches."""
         split, pixels = self._split, self._pixels
         data = segment.config.data
         size = segment.config.batch.micro_batch
@@ -656,7 +657,8 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             if self._pipeline is None:
                 self.prepare()
             self.indices = numbers
-            if self._pipeline is None:  # labels for the last stage, which gets what other stages make of the images
+            if self._pipeline is None:
+                # For the last stage of pipeline parallelism, which gets what others make of the images.
                 images = torch.empty(len(numbers), 3, 0, 0)
                 labels = torch.from_numpy(self._split.rows["label"][numbers].astype(np.int64))
             else:
