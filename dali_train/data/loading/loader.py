@@ -219,7 +219,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
             require(targets in ("classes", "pairs"), f"targets is {targets!r}: use classes or pairs")
             pixels = pixels_for(data, place.device, place.num_threads, dtype_of(dtype), channels_last=channels_last)
             require(
-                split == "train" or data.kind is None, f"split is {split}: several datasets have no other, use train"
+                split == "train" or not data.sources, f"split is {split}: several datasets have no other, use train"
             )
             self._begin(
                 open_split(data, split) if split == "train" else Split(data.root, split, exclude=data.exclude),
@@ -566,7 +566,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             )
             data = data_config(dataset, "eval_size", image_size, decode_device, settings)
             require(
-                data.kind is None,
+                not data.sources,
                 "an EvalLoader has one dataset: use its directory or URL. If several are trained on, the classes begin "
                 "with those of the first, in their order",
             )
