@@ -215,7 +215,7 @@ def test_the_calls_to_a_lent_gpu(tmp_path: Path) -> None:
     (tmp_path / "packages").mkdir()
     for name in ("dali_train", "tools", "configs", "tests", "docs"):
         (tmp_path / "packages" / name).symlink_to(REPOSITORY / name)
-    out, kept = tmp_path / "out", tmp_path / "measured"
+    out, kept = tmp_path / "out", tmp_path / "dali-train-lent"
     environment = os.environ | {"TMPDIR": str(tmp_path), "OPTIONS": "--device cpu --quick --parts machine"}
     environment |= {"OUT": str(out), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
@@ -226,10 +226,10 @@ def test_the_calls_to_a_lent_gpu(tmp_path: Path) -> None:
         done = subprocess.run(line, cwd=tmp_path / "packages", env=environment, capture_output=True, check=False)
         return done.returncode, (out / f"call-{number}.log").read_text()
 
-    assert not kept.exists() and call("2", "abc")[0] == 2 and not kept.exists()
-    assert "begin with call 1" in (out / "call-2.log").read_text()
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "packed.txt").touch()
+    status, printed = call("2", "abc")
+    assert status == 2 and "begin with call 1" in printed and not kept.exists()
+    (kept / "site").mkdir(parents=True)
+    (kept / "site" / "packed.txt").touch()
     for number, commit, begins in (("1", "abc", True), ("2", "abc", False), ("2", "def", True)):
         status, printed = call(number, commit)
         assert status == 0, printed

@@ -32,8 +32,8 @@ from tests.ranks import POOL
 
 NUM_CLASSES = 1000
 RECIPES = words(
-    "algoperf-vit-s16 convnext-t deit3-l ffcv-resnet50-16ep mnist resnet50-lars-57k rope-deit3-s vit-b16-32k vit-l32"
-    " vit-s16-90ep-muon vit5-s"
+    "algoperf-vit-s16 convnext-t deit-s deit3-l ffcv-resnet50-16ep mnist resnet34-cifar10 resnet50-lars-57k"
+    " rope-deit3-s rsb-a3 vit-b16 vit-b16-32k vit-b16-cifar10 vit-l32 vit-s16-90ep vit-s16-90ep-muon vit5-s"
 )
 
 

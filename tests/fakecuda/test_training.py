@@ -87,8 +87,12 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], Set[str]]] = {
     "ddp-2": (2, (), DDP),
     "ddp-4-audited": (4, words("--run.audit_every_steps 1 --run.deterministic true"), AUDITS),
     "optimizer-2": (2, words("--parallel.shard optimizer"), set()),
+    "gradients-2": (2, words("--parallel.shard gradients"), set()),
+    "full-2": (2, SHARDED, set()),
     "full-4-of-2": (4, (*SHARDED, *words("--parallel.shard_ranks 2")), set()),
+    "tensor-2": (2, TENSOR, set()),
     "tensor-4-sequence": (4, (*TENSOR, *SEQUENCE), set()),
+    "pipeline-2": (2, PIPELINE, set()),
     "interleaved-4-gradients": (4, (*INTERLEAVED, *words("--parallel.shard gradients")), set()),
     "pipeline-4-tensor": (4, (*PIPELINE, *TENSOR), set()),
 }

@@ -76,7 +76,7 @@ def test_fields_of_json_have_their_type() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(1800)  # half a minute of a core, which a busy machine gives late
+@pytest.mark.timeout(1800)  # some seconds of a core, which a busy machine gives late
 def test_hundreds_of_damaged_files_of_each_kind_are_refused_or_read() -> None:
     command = [sys.executable, "tests/verification/fuzz.py", "--cases", "400", "--only", "cheap"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

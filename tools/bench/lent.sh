@@ -8,7 +8,8 @@
 #   OPTIONS=""        more options of tools.bench.gpu; "--device cpu --quick" for a rehearsal
 #   SECONDS_1=300     after which a first call begins no more parts; SECONDS_2=420 a second one
 set -uo pipefail
-call=$1 commit=$2 site=${TMPDIR:-/tmp}/site carried=.gpu options=()
+call=$1 commit=$2 kept=${TMPDIR:-/tmp}/dali-train-lent carried=.gpu options=()
+site=$kept/site
 
 measure() {
     nvidia-smi; nproc; free -g; df -h /tmp /dev/shm; python3 -V; command -v gcc g++ nvcc xz
@@ -33,7 +34,7 @@ measure() {
         [ -e "$carried/airbench94.py" ] && options+=(--program "$carried/airbench94.py")
     fi
     # The report is kept between calls outside the repository, which each call lays anew.
-    PYTHONPATH=$site python3 -m tools.bench.gpu --minutes 15 --out "${TMPDIR:-/tmp}/measured" --copy "$OUT" --commit "$commit" \
+    PYTHONPATH=$site python3 -m tools.bench.gpu --minutes 15 --out "$kept/measured" --copy "$OUT" --commit "$commit" \
         "${options[@]}" ${OPTIONS:-}
 }
 
