@@ -13,7 +13,7 @@ from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.extras.indexing.foreign_shards import build_index
-from dali_train.extras.ledger import ledger_files
+from dali_train.extras.ledger.hook import ledger_files
 from dali_train.extras.proof.prove import prove
 from tests.conftest import StartTraining, Train, encoded, final_weights, relative_differences, write_shard
 from tests.helpers import (

@@ -12,25 +12,24 @@ from dali_train.data.convert import datasets, sources
 from dali_train.data.dataset import index, verify
 from dali_train.data.loading import loader
 from dali_train.extras import (
-    class_weights,
     completion,
     dali_reader,
-    distillation,
     grouping,
     image_names,
     local_copy,
-    mirror,
     num_processes,
-    several_labels,
-    tensor_grids,
     trackers,
 )
+from dali_train.extras.audit import trainer as audit
+from dali_train.extras.class_weights import weights
+from dali_train.extras.distillation import teacher
 from dali_train.extras.formats import download
+from dali_train.extras.mirror import mirror
 from dali_train.extras.mixture import kind as mixture
 from dali_train.extras.plan import auto_micro_batch
 from dali_train.extras.predict import classify, mistakes
-from dali_train.extras.proof import audit
-from dali_train.extras.several_labels import evaluation, judged, losses
+from dali_train.extras.several_labels import evaluation, judged, labels, losses
+from dali_train.extras.tensor_grids import shards
 from dali_train.hooks import hook_list
 from dali_train.parallel import tensor
 from dali_train.training import build, loss
@@ -56,19 +55,19 @@ EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(verify.FILE_NAMES, image_names.file_names),
     pair(Extra[index.KindOfDataset]("dali_train.extras.mixture.kind"), mixture),
     pair(loader.DALI_READER, dali_reader.DaliReaderPipeline),
-    pair(loader.SEVERAL_LABELS, several_labels.targets_of),
+    pair(loader.SEVERAL_LABELS, labels.targets_of),
     pair(build.LOCAL_COPY, local_copy.copied),
-    pair(build.CHECK_LABELS, several_labels.check_labels),
+    pair(build.CHECK_LABELS, labels.check_labels),
     pair(build.EVALUATE_SEVERAL_LABELS, evaluation.SeveralLabelsEvaluator),
-    pair(build.AUDITED, audit.audited),
+    pair(train.AUDITED, audit.audited),
     pair(loss.SEVERAL_LABELS, losses.SeveralLabelsLoss),
-    pair(loss.CLASS_WEIGHTS, class_weights.weights_of),
-    pair(loss.DISTILLATION, distillation.Distillation),
+    pair(loss.CLASS_WEIGHTS, weights.weights_of),
+    pair(loss.DISTILLATION, teacher.Distillation),
     pair(classify.COMPARE_SEVERAL, judged.compare_several),
     pair(mistakes.JUDGE_SEVERAL, judged.judge_several),
-    pair(tensor.GRIDS["2d"], tensor_grids.GRID_2D),
-    pair(tensor.GRIDS["2.5d"], tensor_grids.GRID_2_5D),
-    pair(tensor.GRIDS["3d"], tensor_grids.GRID_3D),
+    pair(tensor.GRIDS["2d"], shards.GRID_2D),
+    pair(tensor.GRIDS["2.5d"], shards.GRID_2_5D),
+    pair(tensor.GRIDS["3d"], shards.GRID_3D),
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, RunValues
 from dali_train.checkpoint.run_directory import MANIFEST, RunDirectory, checkpoint_paths, named_checkpoint
 from dali_train.config import Config, SampleConfig
+from dali_train.config.check import Mark, has_mark
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import read_manifest
 from dali_train.data.dataset.manifest import CONTENT, Manifest
@@ -28,10 +29,16 @@ from dali_train.files import sha256
 from dali_train.training.pretrained import is_path
 from dali_train.training.schedule import learning_rate
 
-_WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
+_SAMPLES = tuple(f"{section.name}." for section in fields(SampleConfig))  # `sample_settings` reads their files
+_WEIGHTS = [  # may name files
+    name
+    for name, setting in SETTINGS.items()
+    if has_mark(setting.hint, Mark.BY_CONTENT) and not name.startswith(_SAMPLES)
+]
 _DIRECTORY = "local-dir:"  # timm's name for one that `export --format timm` writes
 _EVALUATION = [name for name in SETTINGS if name.startswith("data.eval_")]
-_OF_RESULT = [*_EVALUATION, "hooks.stop_early", "run.eval_every_epochs", "run.f1_threshold", "run.max_steps"]
+_ENDING = ("hooks.stop_early", "run.eval_every_epochs", "run.f1_threshold", "run.max_steps")
+_OF_RESULT = [*_EVALUATION, *(name for name in _ENDING if name in SETTINGS)]
 
 
 def recipe(config: Config, manifest: Manifest) -> dict[str, Any]:

@@ -42,7 +42,7 @@ MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.json.sha256"
 SCORE = "evaluation.json"
 MIRRORED_RUN = Extra[Callable[[str, str | None], AbstractContextManager[Path]]](
-    "dali_train.extras.mirror:downloaded", "the URL of a run"
+    "dali_train.extras.mirror.mirror:downloaded", "the URL of a run"
 )
 ALL_CHECKPOINTS = "all"
 _NAME = re.compile(r"step-(\d{8,18})")

@@ -47,7 +47,7 @@ from dali_train.checkpoint.recipe import (
     saved_recipe,
 )
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
-from dali_train.config import LossConfig, ModelConfig
+from dali_train.config import ModelConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
@@ -125,7 +125,6 @@ def find_start(plan: RunPlan, group: dist.ProcessGroup | None) -> tuple[Start, P
         CheckpointError: the checkpoint is damaged.
     """
     config = plan.config
-    check_teacher(config.loss, plan.class_names)
     current = recipe(config, plan.split.manifest)
     checkpoint, warnings = find_checkpoint(config.run.resume, plan.directory / "checkpoints", group)
     if checkpoint is None:
@@ -216,19 +215,6 @@ def first_weights(model: ModelConfig, class_names: Sequence[str], *, evaluates: 
             return None
         tensors = read_weights_of(model.name, weights, len(theirs), model.kwargs, "model.weights")
     return match_classes(tensors, model.name, theirs, class_names, f"model.weights {weights}", evaluates=evaluates)
-
-
-def check_teacher(loss: LossConfig, class_names: Sequence[str]) -> None:
-    """Raises ConfigError: the file loss.teacher_weights knows its classes, and they are not those of the dataset, in
-    their order."""
-    weights = loss.teacher_weights
-    theirs = class_names_beside(weights) if weights is not None else []
-    if {*theirs} & {*class_names} and theirs != [*class_names]:
-        raise ConfigError(
-            f"loss.teacher_weights {weights}: its classes, from {theirs[0]!r} to {theirs[-1]!r}, are not those of the "
-            f"dataset in their order, from {class_names[0]!r} to {class_names[-1]!r}: index the dataset with the names "
-            "in its config.json (--class-names FILE)"
-        )
 
 
 def capture(

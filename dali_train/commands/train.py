@@ -36,7 +36,7 @@ from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
 from dali_train.checkpoint.trained_on import differences_from_training
 from dali_train.commands import messages
 from dali_train.commands.equal_ranks import require_equal_ranks
-from dali_train.config import Config, load_config
+from dali_train.config import Config, RunConfig, load_config
 from dali_train.config.check import Extra
 from dali_train.data.loading.decoders import describe_decoder
 from dali_train.data.loading.loader import TrainLoader
@@ -75,7 +75,10 @@ logger = logging.getLogger("dali_train")
 
 # What a run may do without, imported where it is asked for.
 MIRROR = Extra[Callable[[Config, Launch, StopRequests], AbstractContextManager[Any]]](
-    "dali_train.extras.mirror:mirrored", "run.mirror"
+    "dali_train.extras.mirror.mirror:mirrored", "run.mirror"
+)
+AUDITED = Extra[Callable[[Trainer, RunConfig, torch.device], Trainer]](
+    "dali_train.extras.audit.trainer:audited", "run.audit_every_steps"
 )
 
 
@@ -323,6 +326,8 @@ def build(
     if progress.step > plan.total_steps:
         raise ConfigError(messages.past_the_end(config, plan.num_images, plan.total_steps, progress.step))
     trainer = restored_trainer(plan, start, evaluates=evaluators is not None)
+    if config.run.audit_every_steps is not None:
+        trainer = AUDITED.load()(trainer, config.run, device)
     loader = build_loader(plan, start_step=progress.step)
     start.release()
     warm_up_trainer(trainer, config, device, plan.num_threads)

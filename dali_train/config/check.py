@@ -46,6 +46,7 @@ class Mark(Enum):
 
     NOT_IN_RECIPE = auto()
     NEEDS_INDEX = auto()
+    NEEDS_ONE_LABEL = auto()
     BY_CONTENT = auto()
 
 
@@ -54,6 +55,8 @@ NotInRecipe = Annotated[T, Mark.NOT_IN_RECIPE]
 settings without this mark are in the recipe."""
 NeedsIndex = Annotated[T, Mark.NEEDS_INDEX]
 """With another value than its default, needs to know in advance which image comes next; data.reader dali does not."""
+NeedsOneLabel = Annotated[T, Mark.NEEDS_ONE_LABEL]
+"""With another value than its default, is for datasets with one label an image."""
 ByContent = Annotated[T, Mark.BY_CONTENT]
 """Names files or datasets whose content matters: their names may differ between nodes."""
 
@@ -103,8 +106,13 @@ def conflicts_of(settings: Any) -> list[tuple[tuple[str, ...], str]]:
     return [(tuple(prefix + name for name in row.names), row.remedy.format(settings)) for row in rows]
 
 
-def conflicts_in(section: type) -> list[Conflict]:
-    return [row for cls in reversed(section.__mro__) for row in vars(cls).get("CONFLICTS", ())]
+def conflicts_in(section: type, table: str = "CONFLICTS") -> list[Conflict]:
+    return [row for cls in reversed(section.__mro__) for row in vars(cls).get(table, ())]
+
+
+def conflicts_of_extras() -> list[Conflict]:
+    """Return the rows that the sections inherit from extras for the whole config, see config/extra_settings.py."""
+    return [row for section in _PREFIXES for row in conflicts_in(section, "CONFLICTS_OF_RUN")]
 
 
 def as_typed(value: Any) -> str:
@@ -127,9 +135,14 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        hints = get_type_hints(cls, include_extras=True)
+        of_all = get_type_hints(cls, include_extras=True)
+        hints = {member.name: of_all[member.name] for member in fields(cls)}  # type: ignore[arg-type]  # a dataclass
         needed = {member.name for member in fields(cls) if default_of(member) is MISSING}  # type: ignore[arg-type]  # a dataclass
         prefix = _PREFIXES[cls] = f"{name}." if name else ""
+        # The settings of extras come last, in --help and in config.json.
+        own = {name for base in cls.__mro__ if base in _PREFIXES for name in base.__annotations__}
+        members = cls.__dataclass_fields__  # type: ignore[attr-defined]  # a dataclass
+        cls.__dataclass_fields__ = dict(sorted(members.items(), key=lambda member: member[0] not in own))  # type: ignore[attr-defined]
         build = cls.__init__
 
         @functools.wraps(build)
@@ -536,6 +549,24 @@ def load_all(extras: Iterable[Extra[T]]) -> list[T]:
         with suppress(ConfigError):
             loaded.append(extra.load())
     return loaded
+
+
+class OneDimension:
+    """How the section parallel.tensor shards layers over its ranks. The settings of an extra that arranges these in
+    another way inherit from this and override it."""
+
+    size: int
+    mode = "1d"
+
+    @property
+    def grid_sizes(self) -> tuple[int, ...]:
+        """The sizes of the dimensions of the tensor-parallel mesh."""
+        return (self.size,)
+
+    @property
+    def image_shards(self) -> int:
+        """The number of shards of a micro-batch's images."""
+        return 1
 
 
 class OneDataset:

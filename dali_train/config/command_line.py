@@ -258,10 +258,9 @@ def _description(section: type) -> str:
 
 
 def _settings(prefix: str, section: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and explanation of the settings in a section, those that it inherits last, without those of
-    sections in it."""
+    """Yield name, value and explanation of the settings in a section, without those of sections in it."""
     texts = explanations(type(section))
-    for member in sorted(fields(section), key=lambda member: member.name not in type(section).__annotations__):
+    for member in fields(section):
         if not is_dataclass(getattr(section, member.name)):
             yield f"{prefix}.{member.name}", getattr(section, member.name), texts[member.name]
 

@@ -23,6 +23,7 @@ from dali_train.config.check import (
     Mark,
     NotInRecipe,
     close_names,
+    conflicts_of_extras,
     default_of,
     has_mark,
     require,
@@ -160,19 +161,6 @@ _RUN_CONFLICTS: tuple[Conflict, ...] = (
         )
         for name in ("parallel.shard", "parallel.tensor.size")
     ),
-    *(
-        Conflict(
-            names=(name, "run.audit_every_steps"),
-            when=partial(_has, name=name, also=lambda config: config.run.audit_every_steps is not None),
-            remedy="no other rank has the same part of the model, set run.audit_every_steps none",
-        )
-        for name in ("parallel.pipeline", "parallel.shard", "parallel.tensor.size")
-    ),
-    Conflict(
-        names=("parallel.pipeline", "loss.distillation"),
-        when=lambda config: config.parallel.pipeline > 1 and config.loss.distillation != "none",
-        remedy="the last stage has no images to show the teacher; set parallel.pipeline 1, the default",
-    ),
     Conflict(
         names=("parallel.pipeline", "optimizer.layer_decay"),
         when=lambda config: config.parallel.pipeline > 1 and config.optimizer.layer_decay is not None,
@@ -238,11 +226,7 @@ class Config(SampleConfig):
 
     def _check_dali_reader(self) -> None:
         """Refuse settings that need to know in advance which image comes next, or need it on several ranks."""
-        changed = [
-            f"{name} {value}"
-            for name, setting in SETTINGS.items()
-            if has_mark(setting.hint, Mark.NEEDS_INDEX) and (value := attrgetter(name)(self)) != setting.default
-        ]
+        changed = [f"{name} {value}" for name, value in self.changed(Mark.NEEDS_INDEX)]
         if self.parallel.shares_images:
             changed.append(self.parallel.kind)
         if self.data.shuffle == "balanced":
@@ -269,7 +253,13 @@ class Config(SampleConfig):
             f"data.progressive with {parallel.kind}, whose activations have a fixed size: leave data.progressive out",
         )
 
-    CONFLICTS = _RUN_CONFLICTS
+    CONFLICTS = (*_RUN_CONFLICTS, *conflicts_of_extras())
+
+    def changed(self, mark: Mark) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of the settings that have this mark and another value than their default."""
+        for name, setting in SETTINGS.items():
+            if has_mark(setting.hint, mark) and (value := attrgetter(name)(self)) != setting.default:
+                yield name, value
 
     @property
     def files(self) -> Mapping[Path, bytes]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from math import isqrt, prod
 from typing import Annotated, Any, Literal
 
 from dali_train.config.augment_spec import parse_augment
@@ -26,7 +25,6 @@ from dali_train.config.check import (
     NeedsIndex,
     NotInRecipe,
     NotNegative,
-    OneDataset,
     Pixels,
     Positive,
     Rule,
@@ -35,14 +33,18 @@ from dali_train.config.check import (
     require,
     section,
 )
+from dali_train.config.extra_settings import (
+    AuditSettings,
+    ClassWeightSettings,
+    DistillationSettings,
+    GridSettings,
+    LedgerSettings,
+    LossOfSeveralSettings,
+    MirrorSettings,
+    MixtureSettings,
+    RunOfSeveralSettings,
+)
 from dali_train.errors import ConfigError
-
-# The settings that extras add to a section, which inherits from them. `OneDataset` says what those of a kind of dataset
-# may override.
-try:
-    from dali_train.extras.mixture.settings import MixtureSettings
-except ModuleNotFoundError:  # left out of this installation
-    MixtureSettings = OneDataset  # type: ignore[assignment, misc]
 
 Triple = tuple[float, float, float]
 """Numbers for red, green and blue, for pixel values from 0 to 255."""
@@ -56,9 +58,6 @@ NORMALISATIONS: dict[str, tuple[Triple, Triple]] = {
 """Name -> mean and standard deviation of the pixels."""
 Blocks = Annotated[int, Rule("a whole number from 1 to 16,777,216", 1, 1 << 24)]
 Probability = Annotated[float, Rule("a probability from 0 to 1", 0, 1)]
-ByClass = tuple[tuple[str, NotNegative], ...]
-"""Pairs of a class, by its name or its number from 0, and its weight."""
-
 
 SetName = Annotated[
     str, Rule("a name of small letters, digits and -, other than ema", pattern=r"(?!ema$)[a-z][a-z0-9-]*")
@@ -623,110 +622,37 @@ class BatchConfig:
         return f"{steps} or {steps - 1}" if self.num_micro_batches % data_parallel_size else f"{steps}"
 
 
-SEVERAL_LABELS_LOSSES = ("asymmetric", "poly", "two-way", "zlpr", "distribution-balanced")
-WEIGHTED_LOSSES = ("cross-entropy", "binary-cross-entropy", "asymmetric")
-_WITHOUT_POSITIVE_WEIGHT = ("cross-entropy", *SEVERAL_LABELS_LOSSES[1:])
-_WITHOUT_THRESHOLD = ("cross-entropy", *SEVERAL_LABELS_LOSSES)
-
-
 @section("loss")
 @dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(DistillationSettings, ClassWeightSettings, LossOfSeveralSettings):
     """The training loss."""
 
     name: str = "cross-entropy"
     """cross-entropy, binary-cross-entropy (one binary classification per class, as in ResNet strikes back), or a row
     that the config file adds to dali_train.training.loss.LOSSES. For several labels an image: binary-cross-entropy,
     timm's asymmetric, poly, two-way, zlpr and distribution-balanced, or a row of LOSSES_OF_SEVERAL."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of timm's loss for several labels an image, such as gamma_neg and clip of asymmetric, as
-    loss.kwargs.gamma_neg."""
     label_smoothing: Annotated[float, Rule("a share from 0 to under 1", 0, UNDER_1)] = 0.0
     """Share of the target that is spread evenly over all classes; with several labels an image, the targets of each
     class move to 1/2 by it."""
-    class_weights: Annotated[
-        Annotated[str, Rule("", pattern=r"none|balanced|effective-0\.\d{1,15}")] | ByClass,
-        Rule("none, balanced, effective-BETA such as effective-0.999, or pairs such as cat,2 dog,0.5"),
-    ] = "none"
-    """Factor of each class's part of the loss. balanced: 1 / n for a class with n training images, so that rare classes
-    count as much as frequent ones. effective-0.999: (1 - beta) / (1 - beta ** n) with beta 0.999, by the effective
-    number of images (Cui et al., arXiv 1901.05555): those beyond about 1 / (1 - beta) count no more. Both are scaled to
-    a mean of 1, over the images with cross-entropy and over the classes with binary losses. Or pairs of a class and its
-    weight, used as they are, and 1 for the other classes: cat,2 dog,0.5, by name or by number from 0. The loss is
-    divided by the number of images, never by the sum of their weights, so it does not depend on how images fall into
-    micro-batches."""
     target_threshold: Annotated[float, Rule("a number from 0 to under 1", 0, UNDER_1)] | None = None
     """binary-cross-entropy: targets above it count as 1 and others as 0, so that a mixture has both classes. None:
     targets are used as they are."""
     sum_classes: bool = False
     """binary-cross-entropy: the sum over the classes, as big_vision's sigmoid loss, instead of their mean (timm's
     --bce-sum); with C classes, loss and gradient are C times as large."""
-    positive_weight: Annotated[
-        Positive | Literal["balanced"] | ByClass,
-        Rule("a number over 0, at most 1e30, balanced, or pairs such as cat,2 dog,0.5"),
-    ] = 1.0
-    """binary-cross-entropy: factor of the part of the loss that pulls towards an image's own classes (timm's
-    --bce-pos-weight). balanced: for each class the number of training images without it by that with it. Or pairs of a
-    class and its factor, and 1 for the other classes: cat,2 dog,0.5, by name or by number from 0."""
-    distillation: Literal["none", "hard", "soft"] = "none"
-    """Also learn from a teacher's predictions (DeiT). hard: from its top class. soft: from its probabilities."""
-    distillation_weight: Annotated[float, Rule("a share over 0 and up to 1", OVER_0, 1)] = 0.5
-    """Weight of the distillation loss; the loss of the labels has 1 minus this."""
-    temperature: Positive = 1.0
-    """soft: student's and teacher's logits are divided by it, and the loss is multiplied by its square."""
-    teacher: ByContent[str | None] = None
-    """A timm model with the dataset's classes; without teacher_weights its own weights are fetched from the hub.
-    local-dir:DIRECTORY: what `dali-train export --format timm` wrote."""
-    teacher_weights: ByContent[str | None] = None
-    """A file with the teacher's weights, of the kinds that model.weights takes."""
-
-    @property
-    def weights_classes(self) -> bool:
-        """Whether classes count differently in the loss, so that it depends on the training images."""
-        return self.class_weights != "none" or isinstance(self.positive_weight, str | tuple)
 
     CONFLICTS = (
         Conflict(
             names=("target_threshold", "name"),
-            when=lambda loss: loss.target_threshold is not None and loss.name in _WITHOUT_THRESHOLD,
+            when=lambda loss: (
+                loss.target_threshold is not None and loss.name in ("cross-entropy", *loss.FOR_SEVERAL_LABELS)
+            ),
             remedy="leave it out, or use binary-cross-entropy",
         ),
         Conflict(
             names=("sum_classes", "name"),
-            when=lambda loss: loss.sum_classes and loss.name in _WITHOUT_THRESHOLD,
+            when=lambda loss: loss.sum_classes and loss.name in ("cross-entropy", *loss.FOR_SEVERAL_LABELS),
             remedy="leave it out, or use binary-cross-entropy",
-        ),
-        Conflict(
-            names=("positive_weight", "name"),
-            when=lambda loss: loss.positive_weight != 1 and loss.name in _WITHOUT_POSITIVE_WEIGHT,
-            remedy="leave it out, or use binary-cross-entropy",
-        ),
-        Conflict(
-            names=("kwargs", "name"),
-            when=lambda loss: loss.kwargs != {} and loss.name not in SEVERAL_LABELS_LOSSES,
-            remedy=f"leave it out, or use {', '.join(SEVERAL_LABELS_LOSSES)}",
-        ),
-        Conflict(
-            names=("class_weights", "name"),
-            when=lambda loss: loss.class_weights != "none" and loss.name not in WEIGHTED_LOSSES,
-            remedy=f"leave it out, or use {' or '.join(WEIGHTED_LOSSES)}, or data.shuffle balanced",
-        ),
-        Conflict(
-            names=("temperature", "distillation"),
-            when=lambda loss: loss.temperature != 1 and loss.distillation != "soft",
-            remedy="only soft has one, set it to 1",
-        ),
-        Conflict(
-            names=("distillation", "teacher"),
-            when=lambda loss: loss.distillation != "none" and loss.teacher is None,
-            remedy="set loss.teacher to a timm model",
-        ),
-        Conflict(
-            names=("teacher", "teacher_weights", "distillation"),
-            when=lambda loss: (
-                loss.distillation == "none" and (loss.teacher is not None or loss.teacher_weights is not None)
-            ),
-            remedy="set it to hard or soft, or leave the teacher out",
         ),
     )
 
@@ -845,76 +771,15 @@ class PrecisionConfig:
         )
 
 
-TensorMode = Literal["1d", "2d", "2.5d", "3d"]
-
-
 @section("parallel.tensor")
 @dataclass(frozen=True, kw_only=True)
-class TensorConfig:
+class TensorConfig(GridSettings):
     """Tensor parallelism: each linear layer is sharded over ranks, which compute the same micro-batches."""
 
-    mode: TensorMode = "1d"
-    """1d: attention sharded by heads and the MLP by hidden units. 2d, 2.5d, 3d: weights and activations sharded over a
-    square, several squares or a cube of ranks."""
     size: Count = 1
     """Ranks that each layer is sharded over. 1: no tensor parallelism."""
-    depth: Count | None = None
-    """The number of squares in mode 2.5d: size is depth x q x q."""
     sequence_parallel: bool = False
     """With mode 1d, also shard norms, dropout and residual additions by tokens: less memory."""
-
-    def __post_init__(self) -> None:
-        mode, size, depth = self.mode, self.size, self.depth
-        name = f"parallel.tensor.size is {size} with mode {mode}"
-        if mode == "2d":
-            require(isqrt(size) ** 2 == size, f"{name}, which needs q x q ranks: use {_near(size, 2)}")
-        elif mode == "3d":
-            require(round(size ** (1 / 3)) ** 3 == size, f"{name}, which needs q x q x q ranks: use {_near(size, 3)}")
-        elif mode == "2.5d":
-            require(depth is not None, f"{name}, which needs a depth: set parallel.tensor.depth, such as 2 for size 8")
-            assert depth is not None
-            side = isqrt(size // depth)
-            require(
-                depth * side**2 == size,
-                f"{name} and depth {depth}, which needs depth x q x q ranks: use {depth * max(1, side) ** 2} or "
-                f"{depth * (side + 1) ** 2}",
-            )
-
-    CONFLICTS = (
-        Conflict(
-            names=("depth", "mode"),
-            when=lambda tensor: tensor.depth is not None and tensor.mode != "2.5d",
-            remedy="only mode 2.5d has a depth, leave it out",
-        ),
-        Conflict(
-            names=("sequence_parallel", "mode"),
-            when=lambda tensor: tensor.sequence_parallel and tensor.mode != "1d",
-            remedy="only mode 1d supports it, the others shard the images of a micro-batch; set it to false",
-        ),
-    )
-
-    @property
-    def grid_sizes(self) -> tuple[int, ...]:
-        """The sizes of the dimensions of the tensor-parallel mesh."""
-        if self.mode == "1d":
-            return (self.size,)
-        if self.mode == "3d":
-            return (round(self.size ** (1 / 3)),) * 3
-        side = isqrt(self.size // (self.depth or 1))
-        return (self.depth, side, side) if self.depth is not None else (side, side)
-
-    @property
-    def image_shards(self) -> int:
-        """The number of shards of a micro-batch's images."""
-        sizes = self.grid_sizes
-        return {"1d": 1, "2d": sizes[0], "2.5d": prod(sizes[:2]), "3d": sizes[0] ** 2}[self.mode]
-
-
-def _near(size: int, power: int) -> str:
-    side = 1
-    while (side + 1) ** power < size:
-        side += 1
-    return f"{side**power} or {(side + 1) ** power}"
 
 
 @section("parallel")
@@ -999,19 +864,12 @@ class ParallelConfig:
             when=lambda parallel: parallel.shard_ranks is not None and parallel.shard == "none",
             remedy="set parallel.shard to the state to shard, or leave it out",
         ),
-        Conflict(
-            names=("shard", "tensor.mode"),
-            when=lambda parallel: (
-                parallel.shard != "none" and parallel.tensor.mode != "1d" and parallel.tensor.size > 1
-            ),
-            remedy="only mode 1d can be sharded as well; set parallel.shard none, or parallel.tensor.mode 1d",
-        ),
     )
 
 
 @section("run")
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(MirrorSettings, AuditSettings, RunOfSeveralSettings):
     """Length, directory, checkpoints and device of a run."""
 
     dir: NotInRecipe[Directory]
@@ -1035,12 +893,6 @@ class RunConfig:
     """The measurement on the validation split by which the best checkpoint is chosen (timm's --eval-metric); of the
     moving average of the weights, if there is one. balanced-top1: the mean of the classes' accuracies.
     mean-ap: with several labels an image, the mean of the classes' average precisions."""
-    f1_threshold: NotInRecipe[Annotated[float, Rule("a share between 0 and 1, such as 0.3", OVER_0, UNDER_1)]] = 0.5
-    """With several labels an image: the probability over which an image is taken to have a class, in F1 (timm's
-    --multilabel-threshold)."""
-    mirror: NotInRecipe[Annotated[str, Rule("the URL of a bucket, such as s3://BUCKET/PREFIX")] | None] = None
-    """URL (s3://, gs://, az://) to which checkpoints, metrics, status, accuracies and report are copied in the
-    background. An empty run.dir resumes from there, so nodes need not share run.dir."""
     max_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
     """Save and stop with exit status 75 after this much wall-clock time. None: only on a signal or before the end of a
     Slurm job."""
@@ -1054,23 +906,8 @@ class RunConfig:
     """Where the model runs. auto: on a GPU if there is one."""
     deterministic: NotInRecipe[bool] = False
     """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
-    audit_every_steps: NotInRecipe[Count | None] = None
-    """Every this many steps each data-parallel rank also computes a micro-batch of another one and compares all
-    gradients bit for bit; a rank that computes wrongly is named and ends the run with exit status 76. On GPUs it needs
-    run.deterministic. `plan` prints what it costs."""
     published_top1: NotInRecipe[Fraction | None] = None
     """Published accuracy of the recipe's source, a fraction, drawn as a line in the report."""
-
-    def __post_init__(self) -> None:
-        if self.mirror is None:
-            return
-        refuse_credentials("run.mirror", self.mirror)
-        scheme, separator, path = self.mirror.partition("://")
-        require(
-            scheme in ("s3", "gs", "az") and separator != "" and path != "",
-            f"run.mirror is {self.mirror}: use the URL of a writable bucket, such as s3://BUCKET/PREFIX, "
-            "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX",
-        )
 
 
 Factory = Annotated[Callable[[], Any], Rule("a class or a function that makes a hook, not a hook itself")]
@@ -1079,16 +916,13 @@ STEPS = "a first step from 1 on and a last step that is not before it"
 
 @section("hooks")
 @dataclass(frozen=True, kw_only=True)
-class HooksConfig:
+class HooksConfig(LedgerSettings):
     """Logging, tables, traces, trackers and user hooks."""
 
     log_every_steps: Count = 10
     """Steps between two lines on the console and in metrics.jsonl; the host reads the loss only then."""
     trace_samples: NeedsIndex[bool] = False
     """Write samples.rank{r}.jsonl: which images each micro-batch had, in 13 bytes an image."""
-    ledger: NeedsIndex[bool] = False
-    """Write ledger/epoch-NNNNN.npy: loss and margin of each training image in each epoch, in 4 bytes, against the
-    image's own label; `dali-train suspects` finds images with a wrong label by them."""
     predictions: CountOr0 = 320
     """Validation images in the table of predictions, which comes with tables of confused classes and accuracy by class.
     0: no tables."""

@@ -162,7 +162,7 @@ def _number(name: str, value: Any) -> float:
 EXTRA_HOOKS: list[Extra[Callable[[HooksConfig, Layout], Sequence[Hook]]]] = [
     Extra("dali_train.extras.diagnostics:make_hooks"),
     Extra("dali_train.extras.inspection:make_hooks"),
-    Extra("dali_train.extras.ledger:make_hooks"),
+    Extra("dali_train.extras.ledger.hook:make_hooks"),
     Extra("dali_train.extras.pictures.predictions:make_hooks"),
     Extra("dali_train.extras.report.page:make_hooks"),
 ]

@@ -5,7 +5,7 @@ complete activations and the last one returns them, so the rest of the model, an
 sharding.
 
 Attention is sharded by heads, the MLP by hidden units, and with sequence parallelism the rest by tokens. Two- and
-three-dimensional shards are in extras/tensor_grids.py.
+three-dimensional shards are in extras/tensor_grids.
 """
 
 import math
@@ -185,9 +185,9 @@ def _shard_along_one_dimension(block: Any, mesh: DeviceMesh, *, sequence_paralle
 
 
 GRIDS: dict[str, Extra[Any]] = {
-    "2d": Extra("dali_train.extras.tensor_grids:GRID_2D", "parallel.tensor.mode 2d"),
-    "2.5d": Extra("dali_train.extras.tensor_grids:GRID_2_5D", "parallel.tensor.mode 2.5d"),
-    "3d": Extra("dali_train.extras.tensor_grids:GRID_3D", "parallel.tensor.mode 3d"),
+    "2d": Extra("dali_train.extras.tensor_grids.shards:GRID_2D", "parallel.tensor.mode 2d"),
+    "2.5d": Extra("dali_train.extras.tensor_grids.shards:GRID_2_5D", "parallel.tensor.mode 2.5d"),
+    "3d": Extra("dali_train.extras.tensor_grids.shards:GRID_3D", "parallel.tensor.mode 3d"),
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dali_train.config import Config, DataConfig, ParallelConfig, RunConfig
+from dali_train.config import Config, DataConfig, ParallelConfig
 from dali_train.config.check import Extra
 from dali_train.data.dataset.index import Split, open_split, read_labels
 from dali_train.data.dataset.manifest import Manifest, SplitName
@@ -51,13 +51,10 @@ LOCAL_COPY = Extra[Callable[[DataConfig, Launch], DatasetLocation]](
     "dali_train.extras.local_copy:copied", "data.local_copy"
 )
 CHECK_LABELS = Extra[Callable[[Config, Split], None]](
-    "dali_train.extras.several_labels:check_labels", SEVERAL_LABELS.user
+    "dali_train.extras.several_labels.labels:check_labels", SEVERAL_LABELS.user
 )
 EVALUATE_SEVERAL_LABELS = Extra[type[Evaluator]](
     "dali_train.extras.several_labels.evaluation:SeveralLabelsEvaluator", SEVERAL_LABELS.user
-)
-AUDITED = Extra[Callable[[Trainer, RunConfig, torch.device], Trainer]](
-    "dali_train.extras.proof.audit:audited", "run.audit_every_steps"
 )
 
 
@@ -356,7 +353,7 @@ def build_trainer(
     )
     if parallel.stages:
         return PipelineTrainer(**vars(trainer), pipeline=StageRunner(parallel, config, num_classes))
-    return trainer if config.run.audit_every_steps is None else AUDITED.load()(trainer, config.run, device)
+    return trainer
 
 
 def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_threads: int) -> None:

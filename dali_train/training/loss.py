@@ -1,6 +1,6 @@
 """The losses, for images that may be mixtures of two, and the training accuracy."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config, LossConfig
 from dali_train.config.check import Extra, lookup
-from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 
 Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Distillation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,11 +37,11 @@ class LossOfSeveral(Protocol):
     def count_correct(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor: ...
 
 
-DISTILLATION = Extra[Callable[[Config, int, torch.device], Distillation]](
-    "dali_train.extras.distillation:Distillation", "loss.distillation"
+DISTILLATION = Extra[Callable[[Config, int, torch.device, Sequence[str]], Distillation]](
+    "dali_train.extras.distillation.teacher:Distillation", "loss.distillation"
 )
 CLASS_WEIGHTS = Extra[Callable[[LossConfig, TrainingClasses], dict[str, NDArray[np.float64]]]](
-    "dali_train.extras.class_weights:weights_of", "loss.class_weights"
+    "dali_train.extras.class_weights.weights:weights_of", "loss.class_weights"
 )
 SEVERAL_LABELS = Extra[Callable[[Config, TrainingClasses, dict[str, torch.Tensor], torch.device], LossOfSeveral]](
     "dali_train.extras.several_labels.losses:SeveralLabelsLoss", "a dataset with several labels an image"
@@ -138,7 +137,7 @@ classes), mixed and smoothed, both float32 or wider, and returns the batch's mea
 
 def losses_of_several() -> tuple[str, ...]:
     """Return the losses that are only for several labels an image, also those that a config file has added."""
-    return (*SEVERAL_LABELS_LOSSES, *LOSSES_OF_SEVERAL)
+    return (*LossConfig.FOR_SEVERAL_LABELS, *LOSSES_OF_SEVERAL)
 
 
 def loss_of(config: LossConfig) -> Loss:
@@ -221,7 +220,7 @@ def make_objective(
         return Objective(config.loss, weights=weights)
     if hasattr(model, "set_distilled_training"):
         model.set_distilled_training(True)
-    distillation = DISTILLATION.load()(config, num_classes, device)
+    distillation = DISTILLATION.load()(config, num_classes, device, () if classes is None else classes.names)
     return Objective(config.loss, distillation, weights)
 
 

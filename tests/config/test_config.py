@@ -6,7 +6,7 @@ import operator
 import re
 import shlex
 import warnings
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -44,13 +44,13 @@ def test_credentials_in_a_url_are_refused_and_not_shown(name: str, url: str) -> 
 
 def test_models_that_cannot_do_what_is_asked() -> None:
     """vgg11 is one nn.Sequential of single layers; convit refuses checkpointing; a CPU has no CUDA graphs."""
-    for fields, message in (
+    for changed, message in (
         ({"name": "vgg11", "compile": "blocks"}, r"vgg11 has no repeated blocks: set model.compile model"),
         ({"name": "convit_tiny", "activation_checkpointing": True}, r"convit_tiny does not support it: set it to"),
         ({"compile": "cuda-graphs"}, r"model.compile is cuda-graphs, but the model runs on a CPU"),
     ):
         with pytest.raises(ConfigError, match=message):
-            build_model(PLAIN.replace(model=fields), 5, torch.device("cpu"))
+            build_model(PLAIN.replace(model=changed), 5, torch.device("cpu"))
 
 
 def test_evaluation_images_are_resized_in_proportion() -> None:
@@ -180,7 +180,7 @@ def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.Captu
     assert main(["plan", "--config", str(DIGITS), "--help", "run.epoch"]) == 2
     assert "run.epoch is not a setting: use run.epochs" in capsys.readouterr().err
     for cls in get_type_hints(Config).values():
-        assert explanations(cls).keys() >= get_type_hints(cls).keys()
+        assert explanations(cls).keys() >= {member.name for member in fields(cls)}
 
 
 def test_conflicts_name_settings_and_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from timm.task import LogitDistillationTask
 from torch import nn
 
 from dali_train.config import ConfigError, LossConfig
-from dali_train.extras.distillation import DISTILLATIONS, Teacher
+from dali_train.extras.distillation.teacher import DISTILLATIONS, Teacher, check_classes
 from dali_train.training.loss import make_objective
 from tests.training.test_loss import CLASSES, config_with
 
@@ -43,6 +43,19 @@ def teacher_file(tmp_path: Path) -> tuple[str, nn.Module]:
     path = tmp_path / "teacher.safetensors"
     save_file(teacher.state_dict(), path)
     return str(path), teacher
+
+
+def test_a_teacher_of_other_classes_is_refused(teacher_file: tuple[str, nn.Module]) -> None:
+    """A file beside timm's config.json knows its classes; without common names nothing is known."""
+    path, _ = teacher_file
+    theirs = ["1", "2", "10", "cat", "Owl"]
+    Path(path).with_name("config.json").write_text(json.dumps({"label_names": theirs}))
+    settings = LossConfig(distillation="hard", teacher="test_resnet", teacher_weights=path)
+    for names in (theirs, ["a", "b", "c", "d", "e"], []):
+        check_classes(settings, names)
+    refusal = r"loss\.teacher_weights .*: its classes, from '1' to 'Owl', are not those of"
+    with pytest.raises(ConfigError, match=refusal):
+        check_classes(settings, ["1", "10", "2", "Owl", "cat"])
 
 
 @pytest.mark.parametrize("described_by", ["timm", "export", "run"])

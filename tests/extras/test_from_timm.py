@@ -25,8 +25,7 @@ from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from torch import nn
 
 from dali_train.cli import main
-from dali_train.config import Config, load_config
-from dali_train.config.sections import SEVERAL_LABELS_LOSSES
+from dali_train.config import Config, LossConfig, load_config
 from dali_train.data.loading.augment import OPERATORS
 from dali_train.data.sampling.draws import draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
@@ -266,7 +265,7 @@ def test_what_the_installed_timm_reads_is_known(tmp_path: Path) -> None:
                 translated(several, tmp_path)
             continue
         config, lost, _ = translated(several, tmp_path)
-        assert config.loss.name in ("binary-cross-entropy", *SEVERAL_LABELS_LOSSES) and not lost
+        assert config.loss.name in ("binary-cross-entropy", *LossConfig.FOR_SEVERAL_LABELS) and not lost
     for method, kind in CLASS_WEIGHT_METHOD_KINDS.items():
         argument = f"--loss-{kind.replace('_', '-')} {method}"
         config, lost, _ = translated(f"--lr 0.1 --loss bce --class-stats counts.json {argument}", tmp_path)

@@ -11,7 +11,7 @@ from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
-from dali_train.extras.ledger import LEDGER_DTYPE, finite, ledger_files, losses_and_margins, read_epoch, shares
+from dali_train.extras.ledger.hook import LEDGER_DTYPE, finite, ledger_files, losses_and_margins, read_epoch, shares
 from tests.conftest import Train
 from tests.helpers import events, words
 

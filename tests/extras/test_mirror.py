@@ -23,9 +23,10 @@ from dali_train.cli import main
 from dali_train.config import load_config
 from dali_train.config.sections import RunConfig
 from dali_train.errors import ConfigError
-from dali_train.extras import mirror
 from dali_train.extras.doctor.examine import run_directory
-from dali_train.extras.mirror import Claim, Mirror, mirrored
+from dali_train.extras.mirror import claim, mirror
+from dali_train.extras.mirror.claim import Claim
+from dali_train.extras.mirror.mirror import Mirror, mirrored
 from dali_train.extras.plan.auto_micro_batch import choose
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.lock import Holder
@@ -42,7 +43,7 @@ URL = "s3://bucket/run"
 PAUSE_AT_8 = (
     PAUSE.replace("== 6", "== 8")
     + """
-from dali_train.extras import mirror
+from dali_train.extras.mirror import mirror
 
 mirror._LOOK_S = 0.05
 """
@@ -353,8 +354,8 @@ def test_a_mirror_in_use_is_refused(url: str, train: Train, in_bucket: Path) -> 
 def test_one_of_several_takes_over_and_a_frozen_writer_completes_nothing(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mirror, "BEAT_S", 0.1)
-    monkeypatch.setattr(mirror, "STALE_S", 0.5)
+    monkeypatch.setattr(claim, "BEAT_S", 0.1)
+    monkeypatch.setattr(claim, "STALE_S", 0.5)
     frozen = Claim(Bucket(url), say=print)
     elsewhere(monkeypatch)
     # It gives signs of life.
@@ -473,8 +474,8 @@ def test_a_store_that_is_away_ends_nothing(
 ) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
     monkeypatch.setattr(mirror, "_IMPATIENT_S", 0.2)
-    monkeypatch.setattr(mirror, "STALE_S", 0.2)
-    monkeypatch.setattr(mirror, "BEAT_S", 0.1)
+    monkeypatch.setattr(claim, "STALE_S", 0.2)
+    monkeypatch.setattr(claim, "BEAT_S", 0.1)
     mirror_ = Mirror(run(finished, url))
     s3_server.fault = lambda method, path: "503 Slow Down"
     mirror_.start(set())
@@ -515,7 +516,7 @@ def test_what_cannot_be_written_is_told_before_training(s3_server: S3Server, tin
 
 
 REFUSED = """
-from dali_train.extras import mirror
+from dali_train.extras.mirror import mirror
 
 mirror._STALLED_S, mirror._IMPATIENT_S = 2.0, 0.5
 """

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dali_train.config.config import SETTINGS
 from tests.conftest import REPOSITORY
 
 EXTRAS = REPOSITORY / "dali_train" / "extras"
@@ -113,11 +114,46 @@ def test_the_rest_works_without(part: str, answers: dict[str, dict[str, str]]) -
     assert "    train " in answer["help"]
 
 
+SETTINGS_OF = {
+    "audit": {"run.audit_every_steps"},
+    "class_weights": {"loss.class_weights", "loss.positive_weight"},
+    "distillation": {
+        *("loss.distillation", "loss.distillation_weight", "loss.temperature", "loss.teacher", "loss.teacher_weights")
+    },
+    "ledger": {"hooks.ledger"},
+    "mirror": {"run.mirror"},
+    "mixture": {"data.mix", "data.mix_until", "data.mix_classes", "data.epoch_images"},
+    "several_labels": {"loss.kwargs", "run.f1_threshold"},
+    "tensor_grids": {"parallel.tensor.mode", "parallel.tensor.depth"},
+}
+WHAT_IS_LEFT = """
+import json
+from dali_train.config.check import conflicts_in
+from dali_train.config.config import SETTINGS, Config
+print(json.dumps([[*SETTINGS], [name for row in conflicts_in(Config) for name in row.names]]))
+"""
+
+
+def copy_without(folder: Path, *parts: str) -> dict[str, str]:
+    """Copy the package without `parts` and all that builds on them, and return an environment in which it is used."""
+    gone = [name for part in parts for name in removed_with(part)]
+    shutil.copytree(REPOSITORY / "dali_train", folder / "dali_train", ignore=shutil.ignore_patterns("recipes", *gone))
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("part", SETTINGS_OF)
+def test_settings_of_a_part_are_gone_with_it(part: str, tmp_path: Path) -> None:
+    environment = copy_without(tmp_path, part)
+    command = [sys.executable, "-c", WHAT_IS_LEFT]
+    settings, in_conflicts = json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment))
+    gone = set().union(*(SETTINGS_OF.get(name, set()) for name in removed_with(part)))
+    assert SETTINGS.keys() - {*settings} == gone >= SETTINGS_OF[part]
+    assert {*in_conflicts} <= {*settings}
+
+
 @pytest.mark.thorough
-def test_settings_of_a_part_are_gone_with_it(tmp_path: Path) -> None:
-    without = shutil.ignore_patterns("recipes", *removed_with("mixture"))
-    shutil.copytree(REPOSITORY / "dali_train", tmp_path / "dali_train", ignore=without)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+def test_a_run_without_the_parts_that_have_settings(tiny_config: Path, tmp_path: Path) -> None:
+    environment = copy_without(tmp_path, *SETTINGS_OF)
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "dali_train", *words]
@@ -126,9 +162,11 @@ def test_settings_of_a_part_are_gone_with_it(tmp_path: Path) -> None:
     recipe = str(REPOSITORY / "configs" / "digits.py")
     printed = run("train", "--config", recipe, "--help", "data").stdout
     assert "  --data.root = " in printed and "mix" not in printed
-    mistake = run("train", "--config", recipe, "--data.mix", "a,b,1")
-    assert mistake.returncode == 2 and "--data.mix is not a setting" in mistake.stderr
-    assert "images         1,281,167" in run("plan", "--config", recipe, "--num-images", "1281167").stdout
+    for setting in set().union(*SETTINGS_OF.values()):
+        mistake = run("train", "--config", recipe, f"--{setting}", "1")
+        assert mistake.returncode == 2 and f"--{setting} is not a setting" in mistake.stderr
+    trained = run("train", "--config", str(tiny_config), "--run.max_steps", "1", "--run.dir", str(tmp_path / "run"))
+    assert trained.returncode == 0, trained.stderr
 
 
 @pytest.mark.parametrize("part", PARTS)

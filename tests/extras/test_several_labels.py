@@ -22,7 +22,6 @@ from torch import nn
 from dali_train import EvalLoader, TrainLoader
 from dali_train.cli import command_parser, main
 from dali_train.config import ConfigError, LossConfig, MixupConfig, load_config
-from dali_train.config.sections import SEVERAL_LABELS_LOSSES
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
@@ -34,9 +33,9 @@ from dali_train.extras.fit.steps import Fit
 from dali_train.extras.formats.tables import has_validation
 from dali_train.extras.init.config_file import write_config
 from dali_train.extras.proof.prove import prove
-from dali_train.extras.several_labels import BINARY_TARGETS, MultiHot
 from dali_train.extras.several_labels.evaluation import SeveralLabelsEvaluator, average_precisions, f1_scores
 from dali_train.extras.several_labels.judged import JudgedSeveral
+from dali_train.extras.several_labels.labels import BINARY_TARGETS, MultiHot
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined
@@ -332,7 +331,7 @@ CLASSES = TrainingClasses(
 
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["binary-cross-entropy", *SEVERAL_LABELS_LOSSES])
+@pytest.mark.parametrize("name", ["binary-cross-entropy", *LossConfig.FOR_SEVERAL_LABELS])
 def test_losses_are_timms(name: str, smoothing: float, mixes: bool) -> None:
     """As timm's train.py builds them: with Mixup, that smooths the targets instead of the loss."""
     create = pytest.importorskip("timm.loss._loss_factory").create_classification_loss

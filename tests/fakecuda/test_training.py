@@ -81,7 +81,9 @@ ALONE = {
 } | {name: (*THREE_STEPS, "--optimizer.name", name) for name in TIMM}
 # DDP reads its own timers, of its first ten all-reduces.
 DDP = {"training/trainer.py forward_backward"}
-AUDITS = DDP | {f"extras/proof/audit.py {name}" for name in ("backward", "_exchange", "compare", "_gather", "_compute")}
+AUDITS = DDP | {
+    f"extras/audit/trainer.py {name}" for name in ("backward", "_exchange", "compare", "_gather", "_compute")
+}
 # Ranks, options, and where the host may wait inside a step after the first.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], Set[str]]] = {
     "ddp-2": (2, (), DDP),

@@ -11,7 +11,7 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torch import nn
 
 from dali_train.config import Config, ConfigError, DataConfig, LossConfig, ModelConfig
-from dali_train.extras.class_weights import describe_weights, weights_of
+from dali_train.extras.class_weights.weights import describe_weights, weights_of
 from dali_train.training.loss import LOSSES, Objective, TrainingClasses, make_objective
 from tests.config.test_config import config
 

@@ -11,9 +11,9 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from dali_train.checkpoint.state import check_teacher, first_weights
+from dali_train.checkpoint.state import first_weights
 from dali_train.cli import main
-from dali_train.config import Config, ConfigError, LossConfig, load_config
+from dali_train.config import Config, ConfigError, load_config
 from dali_train.training.invariant import RunningStatistics
 from dali_train.training.model import build_model
 from dali_train.training.pretrained import match_classes
@@ -85,11 +85,6 @@ def test_classes_are_matched_by_name(weights: tuple[str, dict[str, torch.Tensor]
         first_weights(config(weights=f"local-dir:{tmp_path}").model, ours)
     with pytest.raises(ConfigError, match="its classes have another order than the dataset's, and the classifier of"):
         match_classes(expected, "a_model_of_ones_own", theirs, ours, "model.weights")
-    check_teacher(LossConfig(distillation="hard", teacher="test_vit", teacher_weights=str(file)), theirs)
-    with pytest.raises(
-        ConfigError, match=r"loss\.teacher_weights .*: its classes, from '1' to 'Owl', are not those of"
-    ):
-        check_teacher(LossConfig(distillation="hard", teacher="test_vit", teacher_weights=str(file)), ours)
 
 
 def test_position_embeddings_are_fitted_to_another_resolution(weights: tuple[str, dict[str, torch.Tensor]]) -> None:

@@ -76,7 +76,7 @@ from dali_train.data.dataset.storage import MappedFiles, stored_image  # noqa: E
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
 from dali_train.data.dataset.write_index import index_shard  # noqa: E402
 from dali_train.errors import ConfigError, UserError  # noqa: E402
-from dali_train.extras.mirror import parse_claim  # noqa: E402
+from dali_train.extras.mirror.claim import parse_claim  # noqa: E402
 from dali_train.runtime.lock import FILE, RunLock, find_holder  # noqa: E402
 from dali_train.runtime.status import RunStatus, describe, goodput, read_events, read_status  # noqa: E402
 from dali_train.training.model import build_model, check_sizes  # noqa: E402

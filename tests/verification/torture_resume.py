@@ -75,7 +75,7 @@ KILLS_PER_COMPARISON = 50
 LAUNCHERS = {"forked": 98, "interpreters": 1, "torchrun": 1}  # in 100 starts
 HANG_S = 1800.0  # without what must happen, on a busy machine
 # Uploads are looked for every 5 s, and most attempts are shorter.
-UPLOADS = "\nfrom dali_train.extras import mirror\n\nmirror._LOOK_S = 0.5\n"
+UPLOADS = "\nfrom dali_train.extras.mirror import mirror\n\nmirror._LOOK_S = 0.5\n"
 KILLED = ("before the first save", "between saves", "while a checkpoint was written", "with a frozen rank")
 KINDS = (*KILLED, "on a full disk", "a node was lost", "with the tool")
 ENDED, STOPPED = "after the end", "stopped to be compared"

@@ -58,7 +58,7 @@ DALI_READER = Extra[Callable[..., TrainingPipeline]](
     "dali_train.extras.dali_reader:DaliReaderPipeline", "data.reader dali"
 )
 SEVERAL_LABELS = Extra[Callable[[Split, torch.device, DataConfig | None], Callable[[torch.Tensor], torch.Tensor]]](
-    "dali_train.extras.several_labels:targets_of", "a dataset with several labels an image"
+    "dali_train.extras.several_labels.labels:targets_of", "a dataset with several labels an image"
 )
 AnyPipeline = TypeVar("AnyPipeline", TrainingPipeline, EvaluationPipeline)
 Targets = Literal["classes", "pairs"]

@@ -66,7 +66,7 @@ def blame(run_dir: Path, step: int | None, *, dataset: str | None, count: int, p
         ConfigError, CheckpointError, DatasetError: the step cannot be trained again here, or there is no jump to find.
     """
     run = RunDirectory(run_dir)
-    config = with_dataset(run.config, dataset).replace({"run.audit_every_steps": None})
+    config = with_dataset(run.config, dataset)
     # Samples do not depend on the layout of ranks, and weights only by rounding.
     config = replace(config, parallel=ParallelConfig(grad_reduce_dtype=config.parallel.grad_reduce_dtype))
     check_registered(config.model, run_dir)

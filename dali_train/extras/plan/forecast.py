@@ -20,7 +20,7 @@ from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import kept_images, kind_of_dataset, open_split
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
-from dali_train.extras.class_weights import describe_weights, weights_of
+from dali_train.extras.class_weights.weights import describe_weights, weights_of
 from dali_train.extras.cost.memory import Memory, estimate_memory
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import (

@@ -146,7 +146,7 @@ def replay(run_dir: Path, step: int, *, dataset: str | None, options: LaunchOpti
     """
     run = RunDirectory(run_dir)
     recorded = Recorded.of(run, step)
-    config = with_dataset(run.config, dataset).replace({"run.audit_every_steps": None})
+    config = with_dataset(run.config, dataset)
     check_registered(config.model, run_dir)
     with joined_and_watched(options, config, run_dir) as (launch, device):
         group = host_group(launch)

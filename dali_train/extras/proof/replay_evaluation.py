@@ -40,7 +40,7 @@ def replay_evaluation(run_dir: Path, *, dataset: str | None, options: LaunchOpti
         ConfigError, CheckpointError, DatasetError: nothing can be evaluated or compared here.
     """
     run = RunDirectory(run_dir)
-    config = with_dataset(run.config, dataset).replace({"run.audit_every_steps": None})
+    config = with_dataset(run.config, dataset)
     check_registered(config.model, run_dir)
     chosen = evaluations_here(run)
     agrees = True

@@ -15,7 +15,7 @@ from torch import nn
 
 from dali_train.config import Config, LossConfig
 from dali_train.errors import ConfigError
-from dali_train.extras.several_labels import MultiHot
+from dali_train.extras.several_labels.labels import MultiHot
 from dali_train.training.loss import LOSSES_OF_SEVERAL, TrainingClasses, at_least_float32, dense_binary_cross_entropy
 
 DenseLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

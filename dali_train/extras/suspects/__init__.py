@@ -39,7 +39,7 @@ def _suspects(options: argparse.Namespace, overrides: list[str]) -> int:
         )
     load_user_extensions(options)
     with importing(f"dali-train {options.command}"):
-        from dali_train.extras.mirror import with_ledger
+        from dali_train.extras.mirror.mirror import with_ledger
         from dali_train.extras.suspects.find import show_suspects
 
     with with_ledger(options.run_dir, options.checkpoint) as run_dir:

@@ -27,7 +27,7 @@ from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
 from dali_train.extras.image_names import file_names
-from dali_train.extras.ledger import ledger_files, read_epoch, shares
+from dali_train.extras.ledger.hook import ledger_files, read_epoch, shares
 from dali_train.extras.pictures.predictions import thumbnails, write_table
 from dali_train.extras.pictures.sheets import contact_sheet
 from dali_train.extras.predict.classify import batches_of, logits

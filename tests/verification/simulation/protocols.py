@@ -22,7 +22,7 @@ from dali_train.checkpoint.run_directory import SCORE, step_of
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.config.sections import RunConfig
 from dali_train.errors import ConfigError, UserError
-from dali_train.extras import mirror
+from dali_train.extras.mirror import claim, mirror
 from dali_train.files import sha256
 from dali_train.runtime import lock, object_store, process_group, stop
 from dali_train.runtime.lock import BEAT_S, FILE, STALE_S, RunLock
@@ -392,7 +392,7 @@ class Mirrored(Protocol):
     what is known to be mirrored, and finishes. A process that ended by itself did so with the status that it wanted.
     """
 
-    modules = (lock, save, checkpoint_format, run_directory, process_group, mirror, object_store)
+    modules = (lock, save, checkpoint_format, run_directory, process_group, mirror, claim, object_store)
     replaced: ClassVar[dict[str, Any]] = {
         **{"dcp": Files, "Writer": Files, "read_safetensors": Files.read},
         **REPLACED,
@@ -424,7 +424,7 @@ class Mirrored(Protocol):
                 if world.wait_for(process) == -6:
                     raise ViolationError(f"{process.name} is aborted at its end")
         world.stop_faults()
-        world.block(mirror.STALE_S)
+        world.block(claim.STALE_S)
         if (status := world.wait_for(world.spawn(Machine("new"), self._main, "last"))) != 0 or not self.is_finished:
             raise ViolationError(f"the last start ended with status {status}")
         return 0
@@ -495,9 +495,9 @@ class Mirrored(Protocol):
     def _look(self) -> None:
         """Compare mirror.json with the objects that are there."""
         objects = self.store.objects
-        if mirror.FILE not in objects:
+        if claim.FILE not in objects:
             return
-        holder, complete, _ = mirror.parse_claim(objects[mirror.FILE][0], "mirror")
+        holder, complete, _ = claim.parse_claim(objects[claim.FILE][0], "mirror")
         if holder is not None and holder.token not in self.writers:
             self.writers.append(holder.token)
         if METRICS in objects:
@@ -509,11 +509,11 @@ class Mirrored(Protocol):
         for folder in complete:
             manifest = objects.get(f"checkpoints/{folder}/manifest.json")
             if manifest is None or hashlib.sha256(manifest[0]).hexdigest()[:16] != folder.rpartition("-")[2]:
-                raise ViolationError(f"{mirror.FILE} names {folder}, whose manifest is gone or another")
+                raise ViolationError(f"{claim.FILE} names {folder}, whose manifest is gone or another")
             for name, digest in json.loads(manifest[0])["files"].items():
                 content = objects.get(f"checkpoints/{folder}/{name}")
                 if content is None or hashlib.sha256(content[0]).hexdigest() != digest:
-                    raise ViolationError(f"{mirror.FILE} names {folder}, whose {name} is gone or another")
+                    raise ViolationError(f"{claim.FILE} names {folder}, whose {name} is gone or another")
             model = objects.get(f"checkpoints/{folder}/model.safetensors")
             if model is not None and model[0] != _model_of(mirror._step(folder)):
                 raise ViolationError(f"{folder} has the final weights of another checkpoint")

@@ -4,34 +4,28 @@ A checkpoint's files are in a folder named after its step and its manifest's SHA
 checkpoint is complete once ``mirror.json`` names it. That file also lists the folders that the run has begun to upload,
 or has removed from its directory: only files in these are deleted.
 
-``mirror.json`` names the process that writes to the mirror, too, so that only one run writes there at a time. It is
-replaced by compare-and-swap on its version, and so are the small files. So exactly one of several contenders gets it,
-and a process that lost it while suspended cannot complete anything any more, nor replace what its successor has
-written. Large files have no compare-and-swap, but no two contents: they are in the folder of a checkpoint, which
-determines them, and so is ``model.safetensors``.
-
-A writer sends a heartbeat every `BEAT_S`. An observer that cannot look up the writer's process counts it as dead once
-the object has not changed for `STALE_S` by the observer's clock.
+Only the process that ``mirror.json`` names writes there, see `Claim`. Small files are replaced by compare-and-swap on
+their versions, so a process that lost the mirror while suspended cannot replace what its successor has written. Large
+files have no compare-and-swap, but no two contents: they are in the folder of a checkpoint, which determines them, and
+so is ``model.safetensors``.
 """
 
 import hashlib
-import json
 import logging
-import math
 import os
 import re
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dali_train.checkpoint.format import (
     MAX_MANIFEST_BYTES,
@@ -55,11 +49,12 @@ from dali_train.checkpoint.run_directory import (
     step_of,
 )
 from dali_train.config import Config
-from dali_train.config.check import from_json
 from dali_train.config.sections import RunConfig
 from dali_train.data.dataset.index import read_manifest
 from dali_train.data.progress import LINE_INTERVAL_S, Progress
 from dali_train.errors import ConfigError, RunError
+from dali_train.extras.mirror import claim
+from dali_train.extras.mirror.claim import FOLDER, Checkpoints, Claim, Evaluation, complete_checkpoints
 from dali_train.files import (
     ForeignFileError,
     json_field,
@@ -71,7 +66,6 @@ from dali_train.files import (
     temporary_directory,
 )
 from dali_train.runtime.launch import Launch
-from dali_train.runtime.lock import Holder
 from dali_train.runtime.object_store import (
     Bucket,
     ChangedObjectError,
@@ -101,23 +95,7 @@ _IMPATIENT_S = 5.0  # in the background: failed uploads are retried at the next 
 _FIRST_WARNING_S, _LONGEST_WARNING_S = 30.0, 600.0  # pauses between warnings about an unreachable store
 _FAILED_S, _STALLED_S = 15.0, 60.0  # how long a run that failed waits for an upload; a finished one, without progress
 _NO_LIMIT = timedelta(days=30)  # ranks wait for rank 0's transfers as long as those take
-BEAT_S, STALE_S = 10.0, 60.0
-FILE = "mirror.json"
-FOLDER = re.compile(r"step-(\d{8,18})-[0-9a-f]{16}")
-_FORMAT = 1
-_MAX_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 1 << 27  # of a file of weights; safetensors reads no more than 100 MB
-
-
-class Evaluation(NamedTuple):
-    """What a checkpoint was found to be worth."""
-
-    top1: float  # a fraction
-    score: float  # by run.best_by, the best checkpoint has the largest
-
-
-Checkpoints = dict[str, Evaluation | None]
-"""The folders of complete checkpoints, with the evaluations of those that have one."""
 
 
 class Mirror:
@@ -204,7 +182,7 @@ class Mirror:
         if not releasing.done() or releasing.exception() is not None:
             logger.warning(
                 "run.mirror: %s could not be released: the next start on another host waits %.0f s for it",
-                *(self._bucket.url, STALE_S),
+                *(self._bucket.url, claim.STALE_S),
             )
 
     # Download
@@ -297,7 +275,7 @@ class Mirror:
     # Upload
 
     def _renew_always(self) -> None:
-        while not self._closing.wait(BEAT_S) and not self._claim.is_lost:
+        while not self._closing.wait(claim.BEAT_S) and not self._claim.is_lost:
             try:
                 self._claim.renew()
             except Exception as error:
@@ -667,169 +645,3 @@ def mirrored(config: Config, launch: Launch, stop: StopRequests | None = None) -
     finally:
         for mirror in mirrors:
             mirror.close()
-
-
-# The claim on a mirror
-
-
-class Claim:
-    """The right to write to a mirror: held from construction to `release`, or until another process takes it over.
-
-    Args:
-        say: called with the reason if construction has to wait.
-
-    Raises:
-        ConfigError: another run has it, or the prefix holds something else.
-        ObjectStoreError: by any method: the store refuses, or does not answer.
-    """
-
-    def __init__(self, bucket: Bucket, say: Callable[[str], None]) -> None:
-        self.checkpoints: Checkpoints = {}
-        self.unfinished: set[str] = set()  # folders that a run has begun, or no longer needs: only these are removed
-        self.is_lost = False
-        self._bucket, self._holder = bucket, Holder.this_process()
-        self._version: Version | None = None  # of the object, as this process knows it; None: there is none
-        self._count = 0
-        self._changing = threading.Lock()
-        self._take(say)
-
-    def renew(self, checkpoints: Checkpoints | None = None, begun: Collection[str] = ()) -> bool:
-        """Send a heartbeat, with the complete `checkpoints` and the folders whose upload has `begun`. Return False if
-        another process has taken over."""
-        with self._changing:
-            complete = self.checkpoints if checkpoints is None else checkpoints
-            self.unfinished = (self.unfinished | self.checkpoints.keys() | {*begun}) - complete.keys()
-            if not self.is_lost and not self._replace(self._holder, complete):
-                self.is_lost = True
-                current = self._current()
-                if current is None:
-                    change = "was deleted"
-                else:
-                    holder = parse_claim(current[0], self._bucket.url)[0]
-                    change = f"was taken over by {holder.describe()}" if holder is not None else "was released"
-                logger.warning("run.mirror: %s/%s %s: nothing more is uploaded", self._bucket.url, FILE, change)
-            return not self.is_lost
-
-    def removed(self, folders: Collection[str]) -> None:
-        """Forget unfinished `folders`, which have been removed."""
-        with self._changing:
-            self.unfinished -= {*folders}
-
-    def release(self) -> None:
-        """Record that no process writes here any more."""
-        with self._changing:
-            if not self.is_lost:
-                self.is_lost = True
-                self._replace(None, self.checkpoints)
-
-    def _take(self, say: Callable[[str], None]) -> None:
-        began, first = time.monotonic(), None
-        while True:
-            current = self._current()
-            if current is None:
-                self._version, holder = None, None
-                if names := self._bucket.sizes(""):
-                    raise ConfigError(
-                        f"run.mirror {self._bucket.url} has no {FILE} but other objects, such as {min(names)}: choose "
-                        "another prefix, or remove them"
-                    )
-            else:
-                first = first or current
-                self._version = current[1]
-                holder, self.checkpoints, self.unfinished = parse_claim(current[0], self._bucket.url)
-            gone = holder is None or holder.is_gone(self._holder)
-            if holder is not None and (gone is False or current != first):
-                raise ConfigError(
-                    f"run.mirror {self._bucket.url} is in use: {holder.describe()} writes there. Wait for it, stop it, "
-                    "or choose another prefix"
-                )
-            if holder is None or gone or time.monotonic() - began >= STALE_S:
-                if self._replace(self._holder, self.checkpoints):
-                    return
-                continue
-            if current is first:
-                say(f"run.mirror was last used by {holder.describe()}: waiting up to {STALE_S:.0f} s for a heartbeat")
-            time.sleep(BEAT_S / 3)
-
-    def _current(self) -> tuple[bytes, Version] | None:
-        try:
-            return self._bucket.read_version(FILE)
-        except MissingObjectError:
-            return None
-
-    def _replace(self, holder: Holder | None, checkpoints: Checkpoints) -> bool:
-        """Replace the object if it is still the version that this process knows; return False if it is not."""
-        self._count += 1  # so that no two contents are equal, of which S3's ETags are made
-        values = {
-            "format": _FORMAT,
-            "holder": asdict(holder) if holder is not None else None,
-            "count": self._count,
-            "checkpoints": {folder: _as_json(found) for folder, found in checkpoints.items()},
-            "unfinished": sorted(self.unfinished),
-        }
-        content = (json.dumps(values, indent=1) + "\n").encode()
-        try:
-            new = self._version is None
-            self._version = self._bucket.write(FILE, content, new=new, replaced=self._version)
-        except ChangedObjectError:
-            current = self._current()
-            if current is None or current[0] != content:  # equal: it was written, but the response was lost
-                return False
-            self._version = current[1]
-        self.checkpoints = checkpoints
-        return True
-
-
-def complete_checkpoints(bucket: Bucket) -> Checkpoints:
-    """Return a mirror's complete checkpoints, without claiming it.
-
-    Raises:
-        ConfigError: it is not a mirror.
-        ObjectStoreError: the store refuses, or does not answer.
-    """
-    try:
-        return parse_claim(bucket.read_version(FILE)[0], bucket.url)[1]
-    except MissingObjectError:
-        raise ConfigError(f"{bucket.url} is not the mirror of a run: it has no {FILE}; use a run.mirror") from None
-
-
-def _as_json(evaluation: Evaluation | None) -> float | dict[str, float] | None:
-    """Return what ``mirror.json`` has of a checkpoint: its top-1, and its score if that is another number."""
-    if evaluation is None or evaluation.score == evaluation.top1:
-        return evaluation and evaluation.top1
-    return {"top1": evaluation.top1, "score": evaluation.score}
-
-
-def _from_json(checkpoints: dict[str, Any], folder: str) -> Evaluation | None:
-    """Return a checkpoint's entry. Raises ForeignFileError: it is none."""
-    value = checkpoints[folder]
-    if value is None:
-        return None
-    values = value if isinstance(value, dict) else {"top1": value, "score": value}
-    top1, score = json_field(values, "top1", float), json_field(values, "score", float)
-    if not (0 <= top1 <= 1 and math.isfinite(score)):
-        raise ForeignFileError(f"{folder} is {value} instead of a fraction and a finite score")
-    return Evaluation(top1, score)
-
-
-def parse_claim(content: bytes, url: str) -> tuple[Holder | None, Checkpoints, set[str]]:
-    """Return holder, complete checkpoints and unfinished folders, as the ``mirror.json`` below `url` names them.
-
-    Raises:
-        ConfigError: it is not what this version writes.
-    """
-    try:
-        values = read_json(content, _MAX_BYTES, name=f"{url}/{FILE}")
-        checkpoints = json_field(values, "checkpoints", dict)
-        unfinished = json_field(values, "unfinished", list)
-        if json_field(values, "format", int) != _FORMAT:
-            raise ForeignFileError(f"its format is not {_FORMAT}")
-        if not all(isinstance(name, str) and FOLDER.fullmatch(name) for name in (*checkpoints, *unfinished)):
-            raise ForeignFileError("checkpoints or unfinished has names that no run writes")
-        complete = {folder: _from_json(checkpoints, folder) for folder in checkpoints}
-        holder = from_json(Holder, values["holder"]) if values.get("holder") is not None else None
-    except (ForeignFileError, ConfigError) as error:
-        raise ConfigError(
-            f"{url}/{FILE} is not what this version writes ({error}): choose another prefix as run.mirror"
-        ) from None
-    return holder, complete, {*unfinished}

@@ -1,6 +1,6 @@
 """Distillation: a trained teacher as a second source of targets (Hinton, arXiv 1503.02531; DeiT, arXiv 2012.12877)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +10,18 @@ from dali_train.config import Config, LossConfig
 from dali_train.errors import ConfigError
 from dali_train.training.loss import at_least_float32
 from dali_train.training.model import input_size
-from dali_train.training.pretrained import create_pretrained
+from dali_train.training.pretrained import class_names_beside, create_pretrained
 
 
 class Distillation:
     """The loss of a run with a teacher."""
 
-    def __init__(self, config: Config, num_classes: int, device: torch.device) -> None:
+    def __init__(self, config: Config, num_classes: int, device: torch.device, class_names: Sequence[str]) -> None:
         """
         Raises:
-            ConfigError: see `Teacher`.
+            ConfigError: see `Teacher` and `check_classes`.
         """
+        check_classes(config.loss, class_names)
         self._config = config.loss
         self._teacher = Teacher(config, num_classes, device)
         self._compare = DISTILLATIONS[config.loss.distillation]
@@ -53,6 +54,19 @@ DISTILLATIONS: dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torc
 }
 """Each takes the settings, the student's and the teacher's logits, both (n, classes), and returns the mean loss of the
 batch."""
+
+
+def check_classes(loss: LossConfig, class_names: Sequence[str]) -> None:
+    """Raises ConfigError: the file loss.teacher_weights knows its classes, and they are not those of the dataset, in
+    their order."""
+    weights = loss.teacher_weights
+    theirs = class_names_beside(weights) if weights is not None else []
+    if {*theirs} & {*class_names} and theirs != [*class_names]:
+        raise ConfigError(
+            f"loss.teacher_weights {weights}: its classes, from {theirs[0]!r} to {theirs[-1]!r}, are not those of the "
+            f"dataset in their order, from {class_names[0]!r} to {class_names[-1]!r}: index the dataset with the names "
+            "in its config.json (--class-names FILE)"
+        )
 
 
 class Teacher:

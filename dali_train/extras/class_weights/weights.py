@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import LossConfig
-from dali_train.config.sections import ByClass
 from dali_train.errors import ConfigError
+from dali_train.extras.class_weights import ByClass
 from dali_train.text import plural, printable
 from dali_train.training.loss import TrainingClasses
 
