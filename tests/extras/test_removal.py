@@ -141,6 +141,7 @@ def copy_without(folder: Path, *parts: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", SETTINGS_OF)
 def test_settings_of_a_part_are_gone_with_it(part: str, tmp_path: Path) -> None:
     environment = copy_without(tmp_path, part)
