@@ -37,8 +37,7 @@ _WEIGHTS = [  # may name files
 ]
 _DIRECTORY = "local-dir:"  # timm's name for one that `export --format timm` writes
 _EVALUATION = [name for name in SETTINGS if name.startswith("data.eval_")]
-_ENDING = ("hooks.stop_early", "run.eval_every_epochs", "run.f1_threshold", "run.max_steps")
-_OF_RESULT = [*_EVALUATION, *(name for name in _ENDING if name in SETTINGS)]
+_OF_RESULT = [*_EVALUATION, "hooks.stop_early", "run.eval_every_epochs", "run.f1_threshold", "run.max_steps"]
 
 
 def recipe(config: Config, manifest: Manifest) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def changes_of_result(run: RunDirectory, config: Config) -> list[str]:
 
 def _only_of_result(config: Config) -> dict[str, Any]:
     values = config.flat()
-    return {name: values[name] for name in _OF_RESULT}
+    return {name: values[name] for name in _OF_RESULT if name in values}
 
 
 def check_recipe(

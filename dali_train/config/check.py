@@ -111,7 +111,8 @@ def conflicts_in(section: type, table: str = "CONFLICTS") -> list[Conflict]:
 
 
 def conflicts_of_extras() -> list[Conflict]:
-    """Return the rows that the sections inherit from extras for the whole config, see config/extra_settings.py."""
+    """Return the rows for the whole config that the sections defined so far inherit from extras, see
+    config/extra_settings.py."""
     return [row for section in _PREFIXES for row in conflicts_in(section, "CONFLICTS_OF_RUN")]
 
 
@@ -135,14 +136,15 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     """
 
     def decorate(cls: type[T]) -> type[T]:
+        members = vars(cls)["__dataclass_fields__"]  # their order is that of --help and of config.json
+        for base in cls.__bases__:
+            if is_dataclass(base) and base not in _PREFIXES:
+                for member in fields(base):  # the settings of extras come last
+                    members[member.name] = members.pop(member.name)
         of_all = get_type_hints(cls, include_extras=True)
         hints = {member.name: of_all[member.name] for member in fields(cls)}  # type: ignore[arg-type]  # a dataclass
         needed = {member.name for member in fields(cls) if default_of(member) is MISSING}  # type: ignore[arg-type]  # a dataclass
         prefix = _PREFIXES[cls] = f"{name}." if name else ""
-        # The settings of extras come last, in --help and in config.json.
-        own = {name for base in cls.__mro__ if base in _PREFIXES for name in base.__annotations__}
-        members = cls.__dataclass_fields__  # type: ignore[attr-defined]  # a dataclass
-        cls.__dataclass_fields__ = dict(sorted(members.items(), key=lambda member: member[0] not in own))  # type: ignore[attr-defined]
         build = cls.__init__
 
         @functools.wraps(build)
@@ -530,9 +532,9 @@ class Extra(Generic[T]):
 
     def load(self) -> T:
         """Import it. Raises ConfigError: the module is not part of this installation."""
-        module = self.name.partition(":")[0]
+        module, _, name = self.name.partition(":")
         try:
-            found: T = resolve_name(self.name)
+            found: T = resolve_name(f"{module}:{name}")  # without the colon a missing module is an AttributeError
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise  # the module is there, and something that it imports is not

@@ -111,10 +111,9 @@ class SampleConfig:
         return replace(self, data=replace(self.data, train_size=size, progressive=()))
 
 
-def _has(config: "Config", name: str, also: Callable[["Config"], bool]) -> bool:
-    """Return whether a setting of the layout has another value than its default, and `also` is true."""
-    default = {"parallel.pipeline": 1, "parallel.shard": "none", "parallel.tensor.size": 1}[name]
-    return attrgetter(name)(config) != default and also(config)
+def _clips_shards(config: "Config", name: str) -> bool:
+    """Return whether clipping may need whole weights, and the setting `name` shards them."""
+    return config.optimizer.clip_mode not in ("norm", "value") and attrgetter(name)(config) not in (1, "none")
 
 
 _RUN_CONFLICTS: tuple[Conflict, ...] = (
@@ -156,7 +155,7 @@ _RUN_CONFLICTS: tuple[Conflict, ...] = (
     *(
         Conflict(
             names=("optimizer.clip_mode", name),
-            when=partial(_has, name=name, also=lambda config: config.optimizer.clip_mode not in ("norm", "value")),
+            when=partial(_clips_shards, name=name),
             remedy="it may need the norms of whole weights, set optimizer.clip_mode norm, or leave the other out",
         )
         for name in ("parallel.shard", "parallel.tensor.size")

@@ -1,10 +1,11 @@
-"""The settings that extras add to a section, which inherits from them: one row for each extra that has settings.
+"""The settings that extras add to a section, which inherits from them.
 
-They are a dataclass in the `__init__.py` of the extra's folder, which imports no more than config/check.py, since the
-config imports it. Its `CONFLICTS` are within the section, its `CONFLICTS_OF_RUN` in the whole config. Of an extra that
-is not part of this installation the section has no settings, only what else in the program reads of them.
+Each class is a dataclass in the `__init__.py` of its extra's folder, which may import only config/check.py, since the
+config imports it. `CONFLICTS` are within the section, `CONFLICTS_OF_RUN` in the whole config. Without the folder the
+settings do not exist, and the section has only the values that the rest of the program reads.
 """
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dali_train.config.check import Extra, OneDataset, OneDimension
@@ -21,21 +22,22 @@ if TYPE_CHECKING:
     from dali_train.extras.tensor_grids import GridSettings
 else:
 
-    def _settings(name: str, base: type = object, **unset: Any) -> type:
-        """Return the class, or one with these values if its extra is left out."""
-        try:
-            return Extra(f"dali_train.extras.{name}").load()
-        except ConfigError:
-            return type(name.partition(":")[2], (base,), unset)
+    def _settings(extra: str, name: str, base: type = object, **values: Any) -> type:
+        """Return the class, or one with these values if the extra is left out."""
+        with suppress(ConfigError):
+            module = Extra(f"dali_train.extras.{extra}").load()
+            if module.__file__ is not None:  # more is left of the folder than __pycache__
+                return getattr(module, name)
+        return type(name, (base,), values)
 
-    AuditSettings = _settings("audit:AuditSettings", audit_every_steps=None)
+    AuditSettings = _settings("audit", "AuditSettings", audit_every_steps=None)
     ClassWeightSettings = _settings(
-        "class_weights:ClassWeightSettings", class_weights="none", positive_weight=1.0, weights_classes=False
+        "class_weights", "ClassWeightSettings", class_weights="none", positive_weight=1.0, weights_classes=False
     )
-    DistillationSettings = _settings("distillation:DistillationSettings", distillation="none")
-    GridSettings = _settings("tensor_grids:GridSettings", OneDimension)
-    LedgerSettings = _settings("ledger:LedgerSettings", ledger=False)
-    MirrorSettings = _settings("mirror:MirrorSettings", mirror=None)
-    MixtureSettings = _settings("mixture:MixtureSettings", OneDataset)
-    LossOfSeveralSettings = _settings("several_labels:LossOfSeveralSettings", kwargs={}, FOR_SEVERAL_LABELS=())
-    RunOfSeveralSettings = _settings("several_labels:RunOfSeveralSettings", f1_threshold=0.5)
+    DistillationSettings = _settings("distillation", "DistillationSettings", distillation="none")
+    GridSettings = _settings("tensor_grids", "GridSettings", OneDimension)
+    LedgerSettings = _settings("ledger", "LedgerSettings", ledger=False)
+    MirrorSettings = _settings("mirror", "MirrorSettings", mirror=None)
+    MixtureSettings = _settings("mixture", "MixtureSettings", OneDataset)
+    LossOfSeveralSettings = _settings("several_labels", "LossOfSeveralSettings", kwargs={}, FOR_SEVERAL_LABELS=())
+    RunOfSeveralSettings = _settings("several_labels", "RunOfSeveralSettings", f1_threshold=0.5)

@@ -293,7 +293,7 @@ def build_trainer(
     """Return the trainer of a model with its initial weights, split over the ranks of `layout`.
 
     Args:
-        classes: for loss.class_weights, loss.positive_weight and ema.power.
+        classes: for ema.power and the loss, see `make_objective`.
         evaluates: the model must accept images of data.eval_size too.
         resumes: a checkpoint will replace the weights, so model.weights is not read.
         weights: the tensors of model.weights, if that is a run or a checkpoint, which this package cannot read.

@@ -204,7 +204,7 @@ def make_objective(
     """Return the loss of `config`. A `model` with a distillation token is set to return that token's logits too.
 
     Args:
-        classes: for loss.class_weights and loss.positive_weight.
+        classes: for loss.class_weights, loss.positive_weight and the teacher, whose classes must be the same.
 
     Raises:
         ConfigError: the teacher cannot be used, or a class that has a weight does not exist.

@@ -130,14 +130,21 @@ WHAT_IS_LEFT = """
 import json
 from dali_train.config.check import conflicts_in
 from dali_train.config.config import SETTINGS, Config
-print(json.dumps([[*SETTINGS], [name for row in conflicts_in(Config) for name in row.names]]))
+from dali_train.config.sections import HooksConfig, LossConfig, RunConfig, TensorConfig
+sections = {"hooks": HooksConfig, "loss": LossConfig, "run": RunConfig, "parallel.tensor": TensorConfig}
+values = {f"{name}.{key}": getattr(cls, key) for name, cls in sections.items() for key in dir(cls) if key[0] != "_"}
+values = {name: value for name, value in values.items() if isinstance(value, str | int | float | dict | None)}
+print(json.dumps([[*SETTINGS], [name for row in conflicts_in(Config) for name in row.names], values]))
 """
 
 
 def copy_without(folder: Path, *parts: str) -> dict[str, str]:
-    """Copy the package without `parts` and all that builds on them, and return an environment in which it is used."""
+    """Copy the package without `parts` and all that builds on them, as removing them by git leaves it, and return an
+    environment in which the copy is used."""
     gone = [name for part in parts for name in removed_with(part)]
     shutil.copytree(REPOSITORY / "dali_train", folder / "dali_train", ignore=shutil.ignore_patterns("recipes", *gone))
+    for part in parts:
+        (folder / "dali_train" / "extras" / part / "__pycache__").mkdir(parents=True)
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
@@ -146,10 +153,18 @@ def copy_without(folder: Path, *parts: str) -> dict[str, str]:
 def test_settings_of_a_part_are_gone_with_it(part: str, tmp_path: Path) -> None:
     environment = copy_without(tmp_path, part)
     command = [sys.executable, "-c", WHAT_IS_LEFT]
-    settings, in_conflicts = json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment))
+    settings, in_conflicts, values = json.loads(subprocess.check_output(command, cwd=tmp_path, env=environment))
     gone = set().union(*(SETTINGS_OF.get(name, set()) for name in removed_with(part)))
     assert SETTINGS.keys() - {*settings} == gone >= SETTINGS_OF[part]
     assert {*in_conflicts} <= {*settings}
+    for name in gone & values.keys():  # what the rest of the program reads
+        assert values[name] == SETTINGS[name].default, name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", SETTINGS_OF)
+def test_a_part_with_settings_can_be_imported_first(part: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import dali_train.extras.{part}"], cwd=REPOSITORY, check=True)
 
 
 @pytest.mark.thorough

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from dali_train.config.check import Conflict, Count, NotInRecipe
 
 
-def _is_split(config: Any, name: str) -> bool:
-    """Return whether audits are asked for, and this setting splits the model over ranks."""
+def _audits_a_split_model(config: Any, name: str) -> bool:
+    """Return whether audits are asked for, and the setting `name` splits the model over ranks."""
     return config.run.audit_every_steps is not None and attrgetter(name)(config) not in (1, "none")
 
 
@@ -25,7 +25,7 @@ class AuditSettings:
     CONFLICTS_OF_RUN: ClassVar[tuple[Conflict, ...]] = tuple(
         Conflict(
             names=(name, "run.audit_every_steps"),
-            when=partial(_is_split, name=name),
+            when=partial(_audits_a_split_model, name=name),
             remedy="no other rank has the same part of the model, set run.audit_every_steps none",
         )
         for name in ("parallel.pipeline", "parallel.shard", "parallel.tensor.size")

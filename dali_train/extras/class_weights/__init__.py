@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from dali_train.config.check import Conflict, NotNegative, Positive, Rule
 
-WEIGHTED_LOSSES = ("cross-entropy", "binary-cross-entropy", "asymmetric")
+_WEIGHTED = ("cross-entropy", "binary-cross-entropy", "asymmetric")
 ByClass = tuple[tuple[str, NotNegative], ...]
 """Pairs of a class, by its name or its number from 0, and its weight."""
 
@@ -42,15 +42,13 @@ class ClassWeightSettings:
         Conflict(
             names=("positive_weight", "name"),
             when=lambda loss: (
-                loss.positive_weight != 1
-                and loss.name in ("cross-entropy", *loss.FOR_SEVERAL_LABELS)
-                and loss.name != "asymmetric"
+                loss.positive_weight != 1 and loss.name in {"cross-entropy", *loss.FOR_SEVERAL_LABELS} - {"asymmetric"}
             ),
             remedy="leave it out, or use binary-cross-entropy",
         ),
         Conflict(
             names=("class_weights", "name"),
-            when=lambda loss: loss.class_weights != "none" and loss.name not in WEIGHTED_LOSSES,
-            remedy=f"leave it out, or use {' or '.join(WEIGHTED_LOSSES)}, or data.shuffle balanced",
+            when=lambda loss: loss.class_weights != "none" and loss.name not in _WEIGHTED,
+            remedy=f"leave it out, or use {' or '.join(_WEIGHTED)}, or data.shuffle balanced",
         ),
     )

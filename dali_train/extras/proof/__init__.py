@@ -1,4 +1,4 @@
-"""Check what a run says of itself: `dali-train prove`, and `--replay`, which trains one step again; audits."""
+"""Check what a run says of itself: `dali-train prove`, and `--replay`, which trains one step again."""
 
 import argparse
 

@@ -306,11 +306,11 @@ class Translation:
     def _weights(self) -> None:
         """Put what weighs the classes and the positives of binary cross-entropy."""
         name = "loss_pos_weight" if self.loss_pos_weight else "bce_pos_weight"
-        positive = self.arguments[name] or 1.0
-        try:
-            self.put("loss.positive_weight", "balanced" if positive == "neg_pos" else float(positive), name)
-        except ValueError:
-            self.lose(name, _WEIGHTS_BY_CLASS)
+        if positive := self.arguments[name]:
+            try:
+                self.put("loss.positive_weight", "balanced" if positive == "neg_pos" else float(positive), name)
+            except ValueError:
+                self.lose(name, _WEIGHTS_BY_CLASS)
         if self.loss_class_weight in _CLASS_WEIGHTS:
             self.put("loss.class_weights", _CLASS_WEIGHTS[self.loss_class_weight], "loss_class_weight")
         elif self.loss_class_weight:
