@@ -20,7 +20,7 @@ from dali_train.extras import (
     num_processes,
     trackers,
 )
-from dali_train.extras.audit import trainer as audit
+from dali_train.extras.audit import audited_trainer
 from dali_train.extras.class_weights import weights
 from dali_train.extras.distillation import teacher
 from dali_train.extras.formats import download
@@ -29,7 +29,7 @@ from dali_train.extras.mixture import kind as mixture
 from dali_train.extras.plan import auto_micro_batch
 from dali_train.extras.predict import classify, mistakes
 from dali_train.extras.several_labels import evaluation, judged, labels, losses
-from dali_train.extras.tensor_grids import shards
+from dali_train.extras.tensor_grids import grid_layouts
 from dali_train.hooks import hook_list
 from dali_train.parallel import tensor
 from dali_train.training import build, loss
@@ -59,15 +59,15 @@ EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(build.LOCAL_COPY, local_copy.copied),
     pair(build.CHECK_LABELS, labels.check_labels),
     pair(build.EVALUATE_SEVERAL_LABELS, evaluation.SeveralLabelsEvaluator),
-    pair(train.AUDITED, audit.audited),
+    pair(train.AUDITED, audited_trainer.audited),
     pair(loss.SEVERAL_LABELS, losses.SeveralLabelsLoss),
     pair(loss.CLASS_WEIGHTS, weights.weights_of),
     pair(loss.DISTILLATION, teacher.Distillation),
     pair(classify.COMPARE_SEVERAL, judged.compare_several),
     pair(mistakes.JUDGE_SEVERAL, judged.judge_several),
-    pair(tensor.GRIDS["2d"], shards.GRID_2D),
-    pair(tensor.GRIDS["2.5d"], shards.GRID_2_5D),
-    pair(tensor.GRIDS["3d"], shards.GRID_3D),
+    pair(tensor.GRIDS["2d"], grid_layouts.GRID_2D),
+    pair(tensor.GRIDS["2.5d"], grid_layouts.GRID_2_5D),
+    pair(tensor.GRIDS["3d"], grid_layouts.GRID_3D),
 ]
 
 

@@ -78,7 +78,7 @@ MIRROR = Extra[Callable[[Config, Launch, StopRequests], AbstractContextManager[A
     "dali_train.extras.mirror.mirror:mirrored", "run.mirror"
 )
 AUDITED = Extra[Callable[[Trainer, RunConfig, torch.device], Trainer]](
-    "dali_train.extras.audit.trainer:audited", "run.audit_every_steps"
+    "dali_train.extras.audit.audited_trainer:audited", "run.audit_every_steps"
 )
 
 

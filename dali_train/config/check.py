@@ -553,6 +553,12 @@ def load_all(extras: Iterable[Extra[T]]) -> list[T]:
     return loaded
 
 
+def splits_model(config: Any, name: str) -> bool:
+    """Return whether a setting of the layout, such as parallel.pipeline or parallel.shard, splits the model over
+    ranks."""
+    return attrgetter(name)(config) not in (1, "none")
+
+
 class OneDimension:
     """How the section parallel.tensor shards layers over its ranks. The settings of an extra that arranges these in
     another way inherit from this and override it."""

@@ -28,6 +28,7 @@ from dali_train.config.check import (
     has_mark,
     require,
     section,
+    splits_model,
     unknown_setting,
 )
 from dali_train.config.sections import (
@@ -113,7 +114,7 @@ class SampleConfig:
 
 def _clips_shards(config: "Config", name: str) -> bool:
     """Return whether clipping may need whole weights, and the setting `name` shards them."""
-    return config.optimizer.clip_mode not in ("norm", "value") and attrgetter(name)(config) not in (1, "none")
+    return config.optimizer.clip_mode not in ("norm", "value") and splits_model(config, name)
 
 
 _RUN_CONFLICTS: tuple[Conflict, ...] = (

@@ -185,9 +185,9 @@ def _shard_along_one_dimension(block: Any, mesh: DeviceMesh, *, sequence_paralle
 
 
 GRIDS: dict[str, Extra[Any]] = {
-    "2d": Extra("dali_train.extras.tensor_grids.shards:GRID_2D", "parallel.tensor.mode 2d"),
-    "2.5d": Extra("dali_train.extras.tensor_grids.shards:GRID_2_5D", "parallel.tensor.mode 2.5d"),
-    "3d": Extra("dali_train.extras.tensor_grids.shards:GRID_3D", "parallel.tensor.mode 3d"),
+    "2d": Extra("dali_train.extras.tensor_grids.grid_layouts:GRID_2D", "parallel.tensor.mode 2d"),
+    "2.5d": Extra("dali_train.extras.tensor_grids.grid_layouts:GRID_2_5D", "parallel.tensor.mode 2.5d"),
+    "3d": Extra("dali_train.extras.tensor_grids.grid_layouts:GRID_3D", "parallel.tensor.mode 3d"),
 }
 
 

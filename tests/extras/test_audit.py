@@ -7,7 +7,7 @@ import pytest
 
 from dali_train.checkpoint.format import load_newest
 from dali_train.cli import main
-from dali_train.extras.audit.trainer import audited_pass
+from dali_train.extras.audit.audited_trainer import audited_pass
 from dali_train.runtime.status import WRONG_RESULT, read_status
 from tests.conftest import Train
 from tests.helpers import extended

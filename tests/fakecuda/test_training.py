@@ -82,7 +82,7 @@ ALONE = {
 # DDP reads its own timers, of its first ten all-reduces.
 DDP = {"training/trainer.py forward_backward"}
 AUDITS = DDP | {
-    f"extras/audit/trainer.py {name}" for name in ("backward", "_exchange", "compare", "_gather", "_compute")
+    f"extras/audit/audited_trainer.py {name}" for name in ("backward", "_exchange", "compare", "_gather", "_compute")
 }
 # Ranks, options, and where the host may wait inside a step after the first.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], Set[str]]] = {

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any, ClassVar
 
-from dali_train.config.check import Conflict, Count, NotInRecipe
+from dali_train.config.check import Conflict, Count, NotInRecipe, splits_model
 
 
 def _audits_a_split_model(config: Any, name: str) -> bool:
     """Return whether audits are asked for, and the setting `name` splits the model over ranks."""
-    return config.run.audit_every_steps is not None and attrgetter(name)(config) not in (1, "none")
+    return config.run.audit_every_steps is not None and splits_model(config, name)
 
 
 @dataclass(frozen=True, kw_only=True)
