@@ -74,18 +74,19 @@ check-ratios: $(VENV)/.installed
 	$(RUN) -m tools.bench.check_ratios
 
 # Nearly all of the download is torch with CUDA; it runs without a GPU as well.
+# Python compiles what is imported, at its first import; compiling all that is installed would take most of a minute.
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dali_train needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	@echo "setting up $(VENV): about 6 GB, a few minutes on a fast connection"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
 	@touch $@
 
 # Without Ray: its test starts a cluster and takes one to two minutes of two idle cores.
 EXAMPLES := $(filter-out examples/ray/%,$(wildcard examples/*/requirements.txt))
 
 $(VENV)/.thorough: $(VENV)/.installed $(EXAMPLES)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[thorough]' $(addprefix --requirement ,$(EXAMPLES))
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[thorough]' $(addprefix --requirement ,$(EXAMPLES))
 	@touch $@
 
 clean:
