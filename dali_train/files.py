@@ -335,14 +335,18 @@ def temporary_directory() -> Iterator[Path]:
         for path in parent.glob(f"{_TEMPORARY}*"):
             _remove_abandoned(path)
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=parent, ignore_cleanup_errors=True) as name:
-        locking = Path(name, f"{_IN_USE}.partial")
+        in_use, locking = Path(name, _IN_USE), Path(name, f"{_IN_USE}.partial")
         with locking.open("wb") as lock:
             with suppress(NoLocksError):
                 try_lock(lock)
-                locking.rename(locking.with_name(_IN_USE))  # never there without its lock
+                locking.rename(in_use)  # never there without its lock
             directory = Path(name, "files")
             directory.mkdir()
-            yield directory
+            try:
+                yield directory
+            finally:  # the semaphores may be in use until this process ends: who starts now must not remove them
+                with suppress(OSError):
+                    in_use.rename(locking)
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 from dali_train import cli
 from dali_train.checkpoint import run_directory
 from dali_train.commands import arguments, data, train
-from dali_train.config.check import Extra
+from dali_train.config.check import Extra, rows_of_extras
 from dali_train.data.convert import datasets, sources
-from dali_train.data.dataset import index, verify
+from dali_train.data.dataset import index, manifest, verify
 from dali_train.data.loading import loader
 from dali_train.extras import (
     completion,
@@ -29,6 +29,8 @@ from dali_train.extras.mixture import kind as mixture
 from dali_train.extras.plan import auto_micro_batch
 from dali_train.extras.predict import classify, mistakes
 from dali_train.extras.several_labels import evaluation, judged, labels, losses
+from dali_train.extras.several_labels import kind as label_kinds
+from dali_train.extras.several_labels.kind import SetsOfClasses
 from dali_train.extras.tensor_grids import grid_layouts
 from dali_train.hooks import hook_list
 from dali_train.parallel import tensor
@@ -55,12 +57,13 @@ EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(verify.FILE_NAMES, image_names.file_names),
     pair(Extra[index.KindOfDataset]("dali_train.extras.mixture.kind"), mixture),
     pair(loader.DALI_READER, dali_reader.DaliReaderPipeline),
-    pair(loader.SEVERAL_LABELS, labels.targets_of),
+    pair(manifest.SETS_OF_CLASSES, SetsOfClasses),
+    pair(label_kinds.MULTI_HOT, labels.MultiHot),
+    *((check, labels.check_labels) for check in rows_of_extras("CHECKS_OF_SPLIT")),
+    (SetsOfClasses.loss, losses.SeveralLabelsLoss),
+    (SetsOfClasses.evaluator, evaluation.SeveralLabelsEvaluator),
     pair(build.LOCAL_COPY, local_copy.copied),
-    pair(build.CHECK_LABELS, labels.check_labels),
-    pair(build.EVALUATE_SEVERAL_LABELS, evaluation.SeveralLabelsEvaluator),
     pair(train.AUDITED, audited_trainer.audited),
-    pair(loss.SEVERAL_LABELS, losses.SeveralLabelsLoss),
     pair(loss.CLASS_WEIGHTS, weights.weights_of),
     pair(loss.DISTILLATION, teacher.Distillation),
     pair(classify.COMPARE_SEVERAL, judged.compare_several),

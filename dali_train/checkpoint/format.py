@@ -65,6 +65,7 @@ FORMAT = 1  # of manifest and files; the next one gets the next number
 MAX_MANIFEST_BYTES = 64 << 20  # a million class names are half of it
 
 Tensors = dict[str, torch.Tensor]
+Probabilities = Literal["softmax", "sigmoid"]
 
 
 class CheckpointError(RunError):
@@ -95,7 +96,7 @@ class RunValues:
     recipe: dict[str, Any] = field(default_factory=dict)  # see recipe.py
     class_names: tuple[str, ...] = ()
     applies_orientation: bool = False  # of the images, see `Manifest.applies_orientation`
-    several_labels: bool = False  # whether an image has, so that a class's probability is the sigmoid of its logit
+    several_labels: bool = False  # whether an image has
     epoch_accuracies: tuple[float, ...] = ()  # top-1 of the evaluations before this step, fractions
     record: Annotated[str, Rule("a record", pattern="(?:[0-9a-f]{64})?")] = ""  # the fingerprint, see there
     weights: WeightDigests = field(default_factory=dict)
@@ -103,6 +104,11 @@ class RunValues:
     dropout: Literal["block", "micro-batch"] | None = None  # see invariant.py
     optimizer: OptimizerValues | None = None
     scaler: dict[str, float] = field(default_factory=dict)  # of the loss, torch's
+
+    @property
+    def probabilities(self) -> Probabilities:
+        """What makes probabilities of logits: those of several classes of an image do not sum to 1."""
+        return "sigmoid" if self.several_labels else "softmax"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import nn
 
 from dali_train.checkpoint.fingerprint import weights_digest
-from dali_train.checkpoint.format import Checkpoint, CheckpointError, load_checkpoint, load_chosen
+from dali_train.checkpoint.format import Checkpoint, CheckpointError, Probabilities, load_checkpoint, load_chosen
 from dali_train.checkpoint.run_directory import RunDirectory, resolve_checkpoint
 from dali_train.checkpoint.state import first_weights, restore_weights
 from dali_train.config import Config, ModelConfig
@@ -54,7 +54,7 @@ class TrainedModel:
     weights: Weights
     class_names: tuple[str, ...]
     applies_orientation: bool  # of the images that it was trained on, see `Manifest.applies_orientation`
-    several_labels: bool  # see `RunValues`
+    probabilities: Probabilities  # of logits
     model: nn.Module  # float32 on the CPU in evaluation mode, neither compiled nor checkpointed
 
     @property
@@ -88,14 +88,14 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     model: Any = model_from(loaded, with_plain_model(config), len(names), torch.device("cpu"), used)
     model.pretrained_cfg = input_config(model, config, names)
     model.applies_orientation = loaded.values.applies_orientation  # which timm's description cannot say
-    model.several_labels = loaded.values.several_labels
+    model.probabilities = loaded.values.probabilities
     return TrainedModel(
         config=config,
         checkpoint=loaded,
         weights=used,
         class_names=names,
         applies_orientation=model.applies_orientation,
-        several_labels=model.several_labels,
+        probabilities=model.probabilities,
         model=model.float().eval(),
     )
 

@@ -529,7 +529,7 @@ def save(run: Run) -> None:
         recipe=run.progress.recipe,
         class_names=run.plan.class_names,
         applies_orientation=run.plan.split.manifest.applies_orientation,
-        several_labels=run.plan.split.label_sets is not None,
+        **run.plan.split.label_kind.run_values(),
         epoch_accuracies=tuple(run.progress.accuracies),
         evaluations=dict(run.progress.evaluations),
     )

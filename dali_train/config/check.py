@@ -106,14 +106,17 @@ def conflicts_of(settings: Any) -> list[tuple[tuple[str, ...], str]]:
     return [(tuple(prefix + name for name in row.names), row.remedy.format(settings)) for row in rows]
 
 
-def conflicts_in(section: type, table: str = "CONFLICTS") -> list[Conflict]:
+def conflicts_in(section: type) -> list[Conflict]:
+    return _rows_in(section, "CONFLICTS")
+
+
+def rows_of_extras(table: str) -> list[Any]:
+    """Return the rows of a table that the sections defined so far inherit from extras, see config/extra_settings.py."""
+    return [row for section in _PREFIXES for row in _rows_in(section, table)]
+
+
+def _rows_in(section: type, table: str) -> list[Any]:
     return [row for cls in reversed(section.__mro__) for row in vars(cls).get(table, ())]
-
-
-def conflicts_of_extras() -> list[Conflict]:
-    """Return the rows for the whole config that the sections defined so far inherit from extras, see
-    config/extra_settings.py."""
-    return [row for section in _PREFIXES for row in conflicts_in(section, "CONFLICTS_OF_RUN")]
 
 
 def as_typed(value: Any) -> str:

@@ -266,8 +266,12 @@ def _settings(prefix: str, section: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def explanations(section: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, also below those that it inherits."""
-    return {name: text for cls in section.__mro__ if is_dataclass(cls) for name, text in _docstrings(cls)}
+    """Return the docstring below each field of a dataclass, also below those that it inherits, with what extras add."""
+    texts = {name: text for cls in section.__mro__ if is_dataclass(cls) for name, text in _docstrings(cls)}
+    for cls in section.__mro__:
+        for name, more in vars(cls).get("EXPLANATIONS", {}).items():
+            texts[name] += f" {more}"
+    return texts
 
 
 def _docstrings(cls: type) -> Iterator[tuple[str, str]]:

@@ -23,10 +23,10 @@ from dali_train.config.check import (
     Mark,
     NotInRecipe,
     close_names,
-    conflicts_of_extras,
     default_of,
     has_mark,
     require,
+    rows_of_extras,
     section,
     splits_model,
     unknown_setting,
@@ -253,7 +253,7 @@ class Config(SampleConfig):
             f"data.progressive with {parallel.kind}, whose activations have a fixed size: leave data.progressive out",
         )
 
-    CONFLICTS = (*_RUN_CONFLICTS, *conflicts_of_extras())
+    CONFLICTS = (*_RUN_CONFLICTS, *rows_of_extras("CONFLICTS_OF_RUN"))
 
     def changed(self, mark: Mark) -> Iterator[tuple[str, Any]]:
         """Yield name and value of the settings that have this mark and another value than their default."""

@@ -629,11 +629,9 @@ class LossConfig(DistillationSettings, ClassWeightSettings, LossOfSeveralSetting
 
     name: str = "cross-entropy"
     """cross-entropy, binary-cross-entropy (one binary classification per class, as in ResNet strikes back), or a row
-    that the config file adds to dali_train.training.loss.LOSSES. For several labels an image: binary-cross-entropy,
-    timm's asymmetric, poly, two-way, zlpr and distribution-balanced, or a row of LOSSES_OF_SEVERAL."""
+    that the config file adds to dali_train.training.loss.LOSSES."""
     label_smoothing: Annotated[float, Rule("a share from 0 to under 1", 0, UNDER_1)] = 0.0
-    """Share of the target that is spread evenly over all classes; with several labels an image, the targets of each
-    class move to 1/2 by it."""
+    """Share of the target that is spread evenly over all classes."""
     target_threshold: Annotated[float, Rule("a number from 0 to under 1", 0, UNDER_1)] | None = None
     """binary-cross-entropy: targets above it count as 1 and others as 0, so that a mixture has both classes. None:
     targets are used as they are."""
@@ -644,14 +642,12 @@ class LossConfig(DistillationSettings, ClassWeightSettings, LossOfSeveralSetting
     CONFLICTS = (
         Conflict(
             names=("target_threshold", "name"),
-            when=lambda loss: (
-                loss.target_threshold is not None and loss.name in ("cross-entropy", *loss.FOR_SEVERAL_LABELS)
-            ),
+            when=lambda loss: loss.target_threshold is not None and loss.name in ("cross-entropy", *loss.TIMM_LOSSES),
             remedy="leave it out, or use binary-cross-entropy",
         ),
         Conflict(
             names=("sum_classes", "name"),
-            when=lambda loss: loss.sum_classes and loss.name in ("cross-entropy", *loss.FOR_SEVERAL_LABELS),
+            when=lambda loss: loss.sum_classes and loss.name in ("cross-entropy", *loss.TIMM_LOSSES),
             remedy="leave it out, or use binary-cross-entropy",
         ),
     )
@@ -891,8 +887,7 @@ class RunConfig(MirrorSettings, AuditSettings, RunOfSeveralSettings):
     """How many of the best checkpoints to keep, by run.best_by (timm's --checkpoint-hist)."""
     best_by: Literal["top1", "balanced-top1", "loss", "mean-ap"] = "top1"
     """The measurement on the validation split by which the best checkpoint is chosen (timm's --eval-metric); of the
-    moving average of the weights, if there is one. balanced-top1: the mean of the classes' accuracies.
-    mean-ap: with several labels an image, the mean of the classes' average precisions."""
+    moving average of the weights, if there is one. balanced-top1: the mean of the classes' accuracies."""
     max_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
     """Save and stop with exit status 75 after this much wall-clock time. None: only on a signal or before the end of a
     Slurm job."""

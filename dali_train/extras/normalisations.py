@@ -29,7 +29,7 @@ def describe_accuracies(
     """
     data, weights = config.data, config.model.weights
     known = trained_on(config.model.name, weights, getattr(model, "pretrained_cfg", None))
-    if split.label_sets is not None or (known is not None and not known.is_assumed):
+    if not split.label_kind.is_class or (known is not None and not known.is_assumed):
         return ""
     usual: dict[tuple[Triple, Triple], str | tuple[Triple, Triple]] = {(data.mean, data.std): data.normalise}
     for name in ("imagenet", "inception"):

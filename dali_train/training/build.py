@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dali_train.config import Config, DataConfig, ParallelConfig
-from dali_train.config.check import Extra
+from dali_train.config.check import Extra, require, rows_of_extras
 from dali_train.data.dataset.index import Split, open_split, read_labels
 from dali_train.data.dataset.manifest import Manifest, SplitName
 from dali_train.data.dataset.storage import DatasetLocation, storage_of
@@ -28,7 +28,7 @@ from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
 from dali_train.training.invariant import RunningStatistics, choose_seeding, drops, seed_each_block
-from dali_train.training.loss import SEVERAL_LABELS, TrainingClasses, loss_of, losses_of_several, make_objective
+from dali_train.training.loss import TrainingClasses, loss_of, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.optim import (
@@ -49,12 +49,6 @@ from dali_train.training.weight_files import Tensors
 # What a run may do without, imported where it is asked for.
 LOCAL_COPY = Extra[Callable[[DataConfig, Launch], DatasetLocation]](
     "dali_train.extras.local_copy:copied", "data.local_copy"
-)
-CHECK_LABELS = Extra[Callable[[Config, Split], None]](
-    "dali_train.extras.several_labels.labels:check_labels", SEVERAL_LABELS.user
-)
-EVALUATE_SEVERAL_LABELS = Extra[type[Evaluator]](
-    "dali_train.extras.several_labels.evaluation:SeveralLabelsEvaluator", SEVERAL_LABELS.user
 )
 
 
@@ -108,7 +102,7 @@ class RunPlan:
 def training_classes(split: Split) -> TrainingClasses:
     names = split.manifest.class_names
     counts = split.class_counts
-    return TrainingClasses(names=names, counts=counts, num_images=split.num_images, label_sets=split.label_sets)
+    return TrainingClasses(names=names, counts=counts, num_images=split.num_images, label_kind=split.label_kind)
 
 
 def fit_to_ranks(config: Config, launch: Launch) -> Layout:
@@ -120,7 +114,7 @@ def fit_to_ranks(config: Config, launch: Launch) -> Layout:
     """
     schedule_of(config.schedule)
     gradient_transform_of(config.optimizer)
-    if config.loss.name not in losses_of_several():
+    if not config.loss.is_labels_loss:
         loss_of(config.loss)
     layout = Layout.from_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
@@ -143,10 +137,13 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     explain_bus_errors(dataset.data.roots)
     name: SplitName = "train" if trains else "validation"
     split = open_split(dataset.data, name)
-    is_for_several = config.loss.name in losses_of_several()
-    asks_for_several = is_for_several or config.run.best_by == "mean-ap" or config.run.f1_threshold != 0.5
-    if asks_for_several or split.label_sets is not None:
-        CHECK_LABELS.load()(config, split)
+    measures = evaluator_of(split).RESULT.MEASURES
+    require(
+        config.run.best_by.replace("-", "_") in measures,
+        f"run.best_by is {config.run.best_by}, which no evaluation of {split.root} measures: use top1",
+    )
+    for check in rows_of_extras("CHECKS_OF_SPLIT"):
+        check.load()(config, split)
     return RunPlan(
         config=config,
         launch=launch,
@@ -213,10 +210,7 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
     split = plan.split
     if split.name != "validation":
         split = open_split(plan.dataset.data, "validation")
-    kind: type[Evaluator] = Evaluator
-    if split.label_sets is not None:
-        kind = EVALUATE_SEVERAL_LABELS.load()
-    return kind(
+    return evaluator_of(split)(
         split,
         plan.config,
         plan.device,
@@ -225,6 +219,11 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
         num_shown=plan.config.hooks.predictions if num_shown is None else num_shown,
         node=plan.node,
     )
+
+
+def evaluator_of(split: Split) -> type[Evaluator]:
+    own = split.label_kind.evaluator
+    return Evaluator if own is None else own.load()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,12 +253,12 @@ def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
     for name, root in plan.config.data.eval_sets:
         if root.endswith(".json"):
             split = open_split(plan.dataset.data, "validation")
-            split.require_one_label()
+            split.label_kind.require_class(split.dataset_name)
             evaluators[name] = build(split, labels=read_labels(Path(root), split))
             continue
         splits = Manifest.read(root).splits
         split = Split(root, "validation" if "validation" in splits else "train")
-        split.require_one_label()
+        split.label_kind.require_class(split.dataset_name)
         for its_root, names in ((plan.config.data.root, plan.class_names), (root, split.manifest.class_names)):
             twice = [class_name for class_name, count in Counter(names).items() if count > 1]
             if twice:

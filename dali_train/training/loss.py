@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config, LossConfig
 from dali_train.config.check import Extra, lookup
+from dali_train.data.dataset.label_kind import CLASSES, LabelKind
 
 Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Distillation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -24,11 +25,11 @@ class TrainingClasses:
     names: tuple[str, ...]  # empty: they have none
     counts: NDArray[np.int64]  # images of each, (classes,)
     num_images: int
-    label_sets: NDArray[np.int32] | None = None  # with several labels an image, see `Split`
+    label_kind: LabelKind = CLASSES  # what the labels of images stand for
 
 
-class LossOfSeveral(Protocol):
-    """The loss for several labels an image, with its weights."""
+class LabelsLoss(Protocol):
+    """The loss that a kind of labels brings, with its weights, see `LabelKind`."""
 
     def __call__(
         self, config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
@@ -42,9 +43,6 @@ DISTILLATION = Extra[Callable[[Config, int, torch.device, Sequence[str]], Distil
 )
 CLASS_WEIGHTS = Extra[Callable[[LossConfig, TrainingClasses], dict[str, NDArray[np.float64]]]](
     "dali_train.extras.class_weights.weights:weights_of", "loss.class_weights"
-)
-SEVERAL_LABELS = Extra[Callable[[Config, TrainingClasses, dict[str, torch.Tensor], torch.device], LossOfSeveral]](
-    "dali_train.extras.several_labels.losses:SeveralLabelsLoss", "a dataset with several labels an image"
 )
 
 
@@ -130,16 +128,6 @@ The target of an image is lambda of its first class and 1 - lambda of its second
 """
 
 
-LOSSES_OF_SEVERAL: dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
-"""A config file's own losses for several labels an image. Each takes the settings, logits (n, classes) and targets (n,
-classes), mixed and smoothed, both float32 or wider, and returns the batch's mean loss."""
-
-
-def losses_of_several() -> tuple[str, ...]:
-    """Return the losses that are only for several labels an image, also those that a config file has added."""
-    return (*LossConfig.FOR_SEVERAL_LABELS, *LOSSES_OF_SEVERAL)
-
-
 def loss_of(config: LossConfig) -> Loss:
     """Return the row of `LOSSES` that loss.name names.
 
@@ -156,7 +144,7 @@ class Objective:
         distillation: adds a teacher's loss: a function of (the loss, the output of the distillation token or else the
             logits, the images) that returns the loss to train with. None: no teacher.
         weights: further arguments of the loss: class_weights, positive_weights, (classes,) each.
-        several: the loss for several labels an image, which has its weights; None: that of `LOSSES`.
+        labels_loss: that of the dataset's kind of labels, which has its weights; None: that of `LOSSES`.
     """
 
     def __init__(
@@ -164,13 +152,13 @@ class Objective:
         config: LossConfig,
         distillation: Distillation | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
-        several: LossOfSeveral | None = None,
+        labels_loss: LabelsLoss | None = None,
     ) -> None:
         self._config = config
         self._distillation = distillation
-        self._loss: Loss = several or partial(loss_of(config), **(weights or {}))
+        self._loss: Loss = labels_loss or partial(loss_of(config), **(weights or {}))
         self.count_correct: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = (
-            several.count_correct if several is not None else first_target_correct
+            labels_loss.count_correct if labels_loss is not None else first_target_correct
         )
 
     def __call__(
@@ -214,8 +202,8 @@ def make_objective(
         assert classes is not None, "loss.class_weights needs the training images of each class"
         by_name = CLASS_WEIGHTS.load()(config.loss, classes)
         weights = {name: torch.from_numpy(values).to(device, torch.float32) for name, values in by_name.items()}
-    if classes is not None and classes.label_sets is not None:
-        return Objective(config.loss, several=SEVERAL_LABELS.load()(config, classes, weights, device))
+    if classes is not None and (loss := classes.label_kind.loss) is not None:
+        return Objective(config.loss, labels_loss=loss.load()(config, classes, weights, device))
     if config.loss.distillation == "none":
         return Objective(config.loss, weights=weights)
     if hasattr(model, "set_distilled_training"):

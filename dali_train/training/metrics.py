@@ -289,6 +289,8 @@ class Evaluator:
             index has the only one.
     """
 
+    RESULT: ClassVar[type[EvaluationResult]] = EvaluationResult
+
     def __init__(
         self,
         split: Split,
@@ -321,7 +323,7 @@ class Evaluator:
         self._shown = np.unique(np.linspace(0, len(split) - 1, min(num_shown, len(split))).round().astype(np.int64))
         self.details: EvaluationDetails | None = None
         self._balanced_top1: float | None = None
-        # Of each class in the last evaluation, (classes,): its average precision, with several labels an image.
+        # Of each class in the last evaluation, (classes,): its average precision, if the evaluator measures that.
         self.class_scores: NDArray[np.float64] | None = None
         self._views = VIEWS[config.data.eval_views]
         self._device = device

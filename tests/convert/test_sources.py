@@ -320,7 +320,7 @@ def test_names_for_labels_in_a_webdataset(case: str, tmp_path: Path) -> None:
         assert answer in error_of("webdataset", tmp_path / "0.tar", **options)
         return
     splits, found = load("webdataset", tmp_path / "0.tar", **options)
-    assert (splits["train"].labels.tolist(), [*found]) == answer and splits["train"].label_sets is None
+    assert (splits["train"].labels.tolist(), [*found]) == answer and splits["train"].label_kind.is_class
 
 
 # Files that lie in one directory, and whether they are taken for those of two configurations.
@@ -622,11 +622,10 @@ def test_kinds_of_columns(tmp_path: Path, images: pyarrow.Array, labels: pyarrow
     splits, names = load("parquet", tmp_path / "0.parquet")
     source = splits["train"]
     assert [source.read(number) for number in range(2)] == BYTES
-    sets = source.label_sets or [(number,) for number in range(len(names))]
-    found = [[names[one] for one in sets[label]] for label in source.labels.tolist()]
+    found = [[names[one] for one in source.label_kind.classes_of(label)] for label in source.labels.tolist()]
     as_lists = [label if isinstance(label, list) else [label] for label in labels.to_pylist()]
     assert found == [[str(one) for one in sorted(label)] for label in as_lists]
-    assert (source.label_sets is not None) == isinstance(labels.to_pylist()[0], list)
+    assert source.label_kind.is_class != isinstance(labels.to_pylist()[0], list)
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,8 @@ def test_names_without_numbers(case: str, tmp_path: Path, capsys: pytest.Capture
         return
     assert status == 0, capsys.readouterr().err
     split = Split(tmp_path / "out", "train")
-    sets = [[number] for number in range(len(answer[1]))] if split.label_sets is None else split.label_sets.tolist()
-    names = [" ".join(answer[1][one] for one in sets[label] if one >= 0) for label in split.rows["label"]]
+    labels = split.rows["label"].tolist()
+    names = [" ".join(answer[1][one] for one in split.label_kind.classes_of(label)) for label in labels]
     found = {stored_image(MappedFiles(split), image).tobytes(): name for image, name in enumerate(names)}
     assert found == {small_photograph(n): name for n, name in enumerate(answer[0])}
     assert [*split.manifest.class_names] == answer[1]

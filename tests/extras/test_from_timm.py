@@ -265,7 +265,7 @@ def test_what_the_installed_timm_reads_is_known(tmp_path: Path) -> None:
                 translated(several, tmp_path)
             continue
         config, lost, _ = translated(several, tmp_path)
-        assert config.loss.name in ("binary-cross-entropy", *LossConfig.FOR_SEVERAL_LABELS) and not lost
+        assert config.loss.name in ("binary-cross-entropy", *LossConfig.TIMM_LOSSES) and not lost
     for method, kind in CLASS_WEIGHT_METHOD_KINDS.items():
         argument = f"--loss-{kind.replace('_', '-')} {method}"
         config, lost, _ = translated(f"--lr 0.1 --loss bce --class-stats counts.json {argument}", tmp_path)

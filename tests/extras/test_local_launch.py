@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
@@ -98,6 +99,28 @@ def test_no_rank_outlives_the_process_and_the_next_start_removes_what_it_left(
         assert used.exists() and not own.exists()
         assert not any(path.exists() for path in semaphores)
     assert [path.name for path in tmp_path.glob("dali-train-*")] == ["dali-train-foreign"]
+
+
+def test_who_starts_when_another_one_ends_leaves_its_semaphores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python unlinks them when the process ends, later than the directory goes."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    remove = tempfile.TemporaryDirectory.cleanup
+
+    def start_first(directory: "tempfile.TemporaryDirectory[str]") -> None:
+        with monkeypatch.context() as other:
+            other.setattr(tempfile.TemporaryDirectory, "cleanup", remove)
+            with temporary_directory():
+                pass
+        remove(directory)
+
+    with monkeypatch.context() as ending, temporary_directory() as used:
+        semaphore = Path("/dev/shm", f"sem.{used.parent.name}-1")
+        semaphore.touch()
+        ending.setattr(tempfile.TemporaryDirectory, "cleanup", start_first)
+    assert semaphore.exists() and not used.exists()
+    semaphore.unlink()
 
 
 @pytest.mark.thorough

@@ -349,7 +349,7 @@ def test_one_source_with_several_labels_gives_all_of_them_sets(
     )
     for split, split_name in ((train, " + ".join(roots)), (validation, root.name)):
         with pytest.raises(ConfigError, match=re.escape(f"{split_name}: its images have several labels")):
-            split.require_one_label()
+            split.label_kind.require_class(split.dataset_name)
 
 
 def test_a_mixture_with_several_labels_trains(mixed: Config, several: Path, art: Path, train: Train) -> None:

@@ -33,14 +33,16 @@ from dali_train.extras.fit.steps import Fit
 from dali_train.extras.formats.tables import has_validation
 from dali_train.extras.init.config_file import write_config
 from dali_train.extras.proof.prove import prove
+from dali_train.extras.several_labels import LOSSES_OF_SEVERAL
 from dali_train.extras.several_labels.evaluation import SeveralLabelsEvaluator, average_precisions, f1_scores
 from dali_train.extras.several_labels.judged import JudgedSeveral
+from dali_train.extras.several_labels.kind import SetsOfClasses
 from dali_train.extras.several_labels.labels import BINARY_TARGETS, MultiHot
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined
 from dali_train.training.build import build_loader, build_trainer, prepare, training_classes
-from dali_train.training.loss import LOSSES_OF_SEVERAL, TrainingClasses, make_objective
+from dali_train.training.loss import TrainingClasses, make_objective
 from dali_train.training.precision import Precision
 from tests.config.test_config import config as config_of
 from tests.conftest import TINY_CONFIG, Train, jpeg, photograph
@@ -97,10 +99,9 @@ def labels_by_file(root: Path, splits: Sequence[str] = ("train", "validation")) 
     labels = {}
     for name in splits:
         split = Split(root, name)  # type: ignore[arg-type]
-        assert split.label_sets is not None
-        for file, label in zip(split.file_names(), split.rows["label"], strict=True):
-            classes = split.label_sets[label]
-            labels[Path(file).name] = tuple(classes[classes >= 0].tolist())
+        assert not split.label_kind.is_class
+        for file, label in zip(split.file_names(), split.rows["label"].tolist(), strict=True):
+            labels[Path(file).name] = split.label_kind.classes_of(label)
     return labels
 
 
@@ -251,15 +252,15 @@ def test_one_file_in_several_class_folders(shared: Path, tmp_path: Path, capsys:
 
 def sets_in(root: Path) -> list[tuple[int, ...]]:
     split = Split(root, "train")
-    assert split.label_sets is not None
-    return [tuple(one for one in split.label_sets[label].tolist() if one >= 0) for label in split.rows["label"]]
+    assert not split.label_kind.is_class
+    return [split.label_kind.classes_of(label) for label in split.rows["label"].tolist()]
 
 
 def test_what_needs_one_label_refuses_several(
     several: Path, several_config: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="its images have several labels, and this needs one"):
-        Split(several, "train").require_one_label()
+        Split(several, "train").label_kind.require_class("photos")
     damaged = tmp_path / "damaged"
     shutil.copytree(several, damaged)
     for label_sets, message in (
@@ -290,7 +291,10 @@ def test_what_needs_one_label_refuses_several(
         (binary.replace({"loss.name": "zlpr", "mixup.alpha": 0.2}), "mixup.alpha, .* is for one label"),
         (binary.replace({"loss.name": "two-way", "loss.label_smoothing": 0.1}), "loss.label_smoothing is for one"),
         (plain.replace({"data.root": str(dataset), "loss.name": "poly"}), "loss.name is poly, which is for several"),
-        (plain.replace({"data.root": str(dataset), "run.best_by": "mean-ap"}), "run.best_by is mean-ap, which is for"),
+        (
+            plain.replace({"data.root": str(dataset), "run.best_by": "mean-ap"}),
+            "run.best_by is mean-ap, which no evaluation of",
+        ),
         (plain.replace({"data.root": str(dataset), "run.f1_threshold": 0.3}), "run.f1_threshold is 0.3, which is for"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -321,17 +325,13 @@ def logits_and_sets() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, targets, torch.full((8,), 0.7)
 
 
-CLASSES = TrainingClasses(
-    names=NAMES,
-    counts=np.array([4, 1, 3, 2, 5]),
-    num_images=9,
-    label_sets=np.array([(0, 1), (2, -1), (-1, -1), (4, 0), (3, -1), (1, 4), (2, 3), (0, -1)], dtype=np.int32),
-)
+SETS = SetsOfClasses([(0, 1), (2,), (), (4, 0), (3,), (1, 4), (2, 3), (0,)])
+CLASSES = TrainingClasses(names=NAMES, counts=np.array([4, 1, 3, 2, 5]), num_images=9, label_kind=SETS)
 
 
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["binary-cross-entropy", *LossConfig.FOR_SEVERAL_LABELS])
+@pytest.mark.parametrize("name", ["binary-cross-entropy", *LossConfig.TIMM_LOSSES])
 def test_losses_are_timms(name: str, smoothing: float, mixes: bool) -> None:
     """As timm's train.py builds them: with Mixup, that smooths the targets instead of the loss."""
     create = pytest.importorskip("timm.loss._loss_factory").create_classification_loss
@@ -347,8 +347,8 @@ def test_losses_are_timms(name: str, smoothing: float, mixes: bool) -> None:
     logits, targets, lambdas = logits_and_sets()
     lambdas = lambdas if mixes else torch.ones(8)
     hot = torch.zeros(8, 5)
-    for row, classes in enumerate(CLASSES.label_sets.tolist()):
-        hot[row, [one for one in classes if one >= 0]] = 1
+    for row, classes in enumerate(SETS.sets):
+        hot[row, list(classes)] = 1
     soft = mixup_target(hot, 5, lam=0.7, smoothing=smoothing, multi_label=True) if mixes else hot
     positive = 2.0 if name == "asymmetric" else 1.0
     loss = LossConfig(name=name, label_smoothing=smoothing, kwargs=arguments, positive_weight=positive)
@@ -373,7 +373,7 @@ def test_a_loss_of_ones_own(monkeypatch: pytest.MonkeyPatch, several_config: Pat
     config = load_config(several_config).replace({"loss.name": "binary-focal", "loss.label_smoothing": 0.1})
     prepare(config, Launch(world_size=1, port=1), CPU)
     ours, _ = make_objective(config, nn.Identity(), 5, CPU, CLASSES)(logits, logits, targets, lambdas)
-    rows = MultiHot(CLASSES.label_sets, 5, CPU)(targets)  # type: ignore[arg-type]
+    rows = MultiHot(SETS, 5, CPU)(targets)
     soft = 0.9 * (0.7 * rows[:, 0] + 0.3 * rows[:, 1]) + 0.05
     torch.testing.assert_close(ours, focal(loss, logits, soft))
     with pytest.raises(ConfigError, match=r"loss\.name is binary-focal, which is for several labels"):

@@ -63,10 +63,7 @@ def labels(out: Path, split: str) -> Labels:
     opened = Split(out, split)  # type: ignore[arg-type]
     names = opened.manifest.class_names
     numbers = opened.rows["label"].tolist()
-    if opened.label_sets is None:
-        texts = [names[number] for number in numbers]
-    else:
-        texts = [",".join(names[one] for one in opened.label_sets[number] if one >= 0) for number in numbers]
+    texts = [",".join(names[one] for one in opened.label_kind.classes_of(number)) for number in numbers]
     return {re.split("[/:]", name)[-1]: text for name, text in zip(opened.file_names(), texts, strict=True)}
 
 

@@ -34,20 +34,19 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.datasets import STATE_DIRECTORY
 from dali_train.data.convert.image import EncodingOptions
-from dali_train.data.convert.shards import LABEL_BASE, BadImage, ShardWriter, WrittenShard, write_shards
+from dali_train.data.convert.shards import BadImage, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import UNREADABLE_ARRAYS, Images
 from dali_train.data.dataset.index import map_file
+from dali_train.data.dataset.label_kind import LABEL_BASE
 from dali_train.data.dataset.manifest import (
     CLASS_NAMES,
-    LABEL_SET_KEY,
     SPLITS,
     Manifest,
     SplitName,
     cache_directory,
-    sets_text,
 )
 from dali_train.data.dataset.verify import verify_shards
-from dali_train.data.dataset.write_index import DEFAULT_FEATURES, Features, map_shards, write_index
+from dali_train.data.dataset.write_index import Features, map_shards, write_index
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError, RunError
@@ -245,15 +244,15 @@ def _write_index(conversion: Conversion, shards_of: Mapping[SplitName, Mapping[i
         }
         for split, shards in done.items()
     }
-    label_sets = next(iter(conversion.splits.values())).label_sets
+    label_kind = next(iter(conversion.splits.values())).label_kind
     write_index(
         conversion.out,
         {split: [shard.indexed for shard in shards] for split, shards in done.items()},
         label_base=LABEL_BASE,
         class_names=conversion.class_names,
         conversion={"options": conversion.identity(), "report": report},
-        label_sets=None if label_sets is None else sets_text(label_sets),
-        features=DEFAULT_FEATURES if label_sets is None else Features(label=LABEL_SET_KEY),
+        label_kind=label_kind,
+        features=Features(label=label_kind.label_key),
     )
     return [
         f"{split}: {plural(count, 'image')}: {kind}"

@@ -24,12 +24,11 @@ from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredI
 from dali_train.data.convert.sources import Images, loaded_arrays
 from dali_train.data.dataset.image_file import BATCH_PIXELS, BadImageError, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE
-from dali_train.data.dataset.manifest import LABEL_SET_KEY, Encoding, Shard
+from dali_train.data.dataset.label_kind import LABEL_BASE
+from dali_train.data.dataset.manifest import Encoding, Shard
 from dali_train.data.dataset.tfrecord import Buffer, Value, encode_example, frame_record
 from dali_train.data.dataset.write_index import IndexedShard
 from dali_train.data.progress import Progress
-
-LABEL_BASE = 1  # as in the usual ImageNet TFRecords (labels 1 to 1000)
 
 _FLUSHERS = 4
 _DECODED_BYTES = 300_000_000  # of images that are decoded at one time, whatever the number of workers
@@ -163,17 +162,9 @@ class ShardWriter:
 
     def _features(self, image: int, stored: StoredImage) -> dict[str, Value]:
         label = int(self.images.labels[image])
-        if self.images.label_sets is None:
-            labels: dict[str, Value] = {
-                "image/class/label": label + LABEL_BASE,
-                "image/class/synset": self.class_names[label],
-            }
-        else:  # a list for other readers, under another name: who knows only one label must not find the set's number
-            classes = tuple(number + LABEL_BASE for number in self.images.label_sets[label])
-            labels = {LABEL_SET_KEY: label + LABEL_BASE, "image/class/labels": classes}
         return {
             "image/format": stored.format,
-            **labels,
+            **self.images.label_kind.features(label, self.class_names),
             "image/filename": stored.name or self.images.name(image),
             "image/height": stored.height,
             "image/width": stored.width,

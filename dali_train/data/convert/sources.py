@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from dali_train.config.check import Extra
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
-from dali_train.data.dataset.manifest import SplitName, sets_text
+from dali_train.data.dataset.label_kind import CLASSES, LabelKind
+from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.dataset.passed_over import PassedOver, warn_passed_over
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.rng import shuffled
@@ -104,7 +105,7 @@ class Images:
     """
 
     labels: NDArray[np.int32]  # (N,), from 0
-    label_sets: Sequence[tuple[int, ...]] | None = None  # with several labels an image, what `labels` number
+    label_kind: LabelKind = CLASSES  # what `labels` stand for
     num_bytes: int  # of all images together, as the source holds them
     passed_over: Counter[PassedOver]  # also logged as a warning
     labels_from: Mapping[Path, str]  # the SHA-256 of each file, without images, that the labels were read from
@@ -232,16 +233,15 @@ class Images:
 
     @property
     def strata(self) -> NDArray[np.int32]:
-        """What a validation split has a fraction of each of, (N,): the classes. With several labels all images are of
-        one stratum, since most sets of classes are those of a single image."""
-        return self.labels if self.label_sets is None else np.zeros_like(self.labels)
+        """What a validation split has a fraction of each of, (N,)."""
+        return self.label_kind.strata(self.labels)
 
-    def number_sets(self, labels: NDArray[np.int32], label_sets: Sequence[tuple[int, ...]]) -> None:
-        """Give the images several labels each: `labels` number `label_sets`, tuples of classes."""
+    def label(self, labels: NDArray[np.int32], kind: LabelKind) -> None:
+        """Give the images other labels, (N,)."""
         assert self._rows is None
         self.labels = labels
-        self.label_sets = label_sets
-        self._facts["label_sets_crc32c"] = f"{crc32c(sets_text(label_sets).encode()):08x}"
+        self.label_kind = kind
+        self._facts |= kind.facts()
 
     def identity(self) -> dict[str, Any]:
         """Return values that a resumed conversion compares: the files with sizes, offsets and labels. What the images

@@ -23,6 +23,7 @@ from dali_train.config import DataConfig, SampleConfig, View
 from dali_train.config.check import Extra
 from dali_train.config.sections import is_url
 from dali_train.data.dataset.files_in_place import SourceFiles, is_table
+from dali_train.data.dataset.label_kind import LabelKind
 from dali_train.data.dataset.manifest import (
     InPlace,
     Manifest,
@@ -34,7 +35,6 @@ from dali_train.data.dataset.manifest import (
     files_path,
     index_path,
     metadata_directory,
-    sets_of,
     text_index_path,
 )
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
@@ -72,8 +72,7 @@ class Split:
     if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names. An
     index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk;
     `is_on_disk` is also False if another storage has them. `kept` is which images take part in training, (N,), None if
-    all do, and `num_images` their number. `label_sets` is None if each label stands for one class; with several labels
-    an image it has the classes of each label, (labels, most), and -1 after them. `location` is `root` as given.
+    all do, and `num_images` their number. `location` is `root` as given.
 
     Args:
         root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
@@ -116,7 +115,6 @@ class Split:
             self._remedy = copy_again(str(root))
         self.num_bytes = split.num_bytes
         self.dataset_bytes = sum(each.num_bytes for each in self.manifest.splits.values())
-        self.label_sets = self.padded_sets(self.manifest)
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
         self.checksums: NDArray[np.uint32] | None = None
         if split.image_checksums_crc32c is not None:
@@ -157,17 +155,10 @@ class Split:
     def num_classes(self) -> int:
         return self.manifest.num_classes
 
-    def require_one_label(self) -> None:
-        """Refuse several labels an image, for callers that take the labels of the index for classes.
-
-        Raises:
-            ConfigError: the images have several.
-        """
-        if self.label_sets is not None:
-            raise ConfigError(
-                f"{self.dataset_name}: its images have several labels, and this needs one: use a dataset with one; "
-                "docs/own-images.md names the commands for several"
-            )
+    @property
+    def label_kind(self) -> LabelKind:
+        """What the labels of the index stand for."""
+        return self.manifest.label_kind
 
     def order(self, config: SampleConfig) -> SampleOrder:
         """Return a new order of the training images."""
@@ -179,25 +170,16 @@ class Split:
 
     def count_classes(self, labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """Return how many of these labels of the index stand for each class, (classes,)."""
-        counts = np.bincount(labels, minlength=self.manifest.num_labels)
-        if self.label_sets is None:
-            return counts
-        is_there = self.label_sets >= 0
-        of_each = np.repeat(counts, is_there.sum(axis=1))
-        weighted = np.bincount(self.label_sets[is_there], weights=of_each, minlength=self.num_classes)
-        return weighted.astype(np.int64)
+        return self.label_kind.count_classes(labels, self.num_classes)
 
     def label_text(self, label: int, names: Sequence[str] = ()) -> str:
-        """Return the name of the class that a label of the index stands for, or the names of several.
+        """Return the names of the classes that a label of the index stands for.
 
         Args:
             names: of the classes, instead of the dataset's.
         """
         names = names or self.manifest.class_names
-        if self.label_sets is None:
-            return names[label]
-        classes = self.label_sets[label]
-        return ", ".join(names[number] for number in classes[classes >= 0]) or "no class"
+        return ", ".join(names[number] for number in self.label_kind.classes_of(label)) or "no class"
 
     @property
     def num_images(self) -> int:
@@ -321,22 +303,6 @@ class Split:
                     "together"
                 )
         return None
-
-    def padded_sets(self, manifest: Manifest) -> NDArray[np.int32] | None:
-        """Return `label_sets` of those of a manifest."""
-        if manifest.label_sets is None:
-            return None
-        sets = sets_of(manifest.label_sets)
-        largest = max(max(classes, default=0) for classes in sets)
-        if largest >= self.num_classes:
-            raise DatasetError(
-                f"{self._shown(self.root / 'dataset.json')}: label_sets has class {largest} of {self.num_classes} "
-                f"classes: {self._remedy}"
-            )
-        padded = np.full((len(sets), max(map(len, sets)) or 1), -1, dtype=np.int32)
-        for number, classes in enumerate(sets):
-            padded[number, : len(classes)] = classes
-        return padded
 
     def _open_files(self, in_place: InPlace) -> SourceFiles:
         path, source = files_path(self.root), in_place.source

@@ -11,24 +11,27 @@ import re
 import shlex
 import tempfile
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from crc32c import crc32c
 
-from dali_train.config.check import Count, Rule, from_json, require
+from dali_train.config.check import Count, Extra, Rule, from_json, require
+from dali_train.data.dataset.label_kind import CLASSES, LABEL_KEY, LabelKind
 from dali_train.data.dataset.packed_files import not_a_directory
 from dali_train.errors import ConfigError, DatasetError, NoDatasetError
 from dali_train.files import ForeignFileError, private_directory, read_json, read_lines, write_atomically
 from dali_train.runtime.object_store import Bucket, MissingObjectError, ObjectStoreError, is_remote
 
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; a label that is no class number must not claim memory for its names
-IMAGE_KEY, LABEL_KEY = "image/encoded", "image/class/label"
-LABEL_SET_KEY = "image/class/label_set"  # of records with several labels an image, which are in image/class/labels
+IMAGE_KEY = "image/encoded"
+SETS_OF_CLASSES = Extra[Callable[[Sequence[tuple[int, ...]]], LabelKind]](
+    "dali_train.extras.several_labels.kind:SetsOfClasses", "a dataset with several labels an image"
+)
 _MAX_BYTES = 1 << 28  # of dataset.json: a million class names and 100,000 shards take a tenth of it
 _MAX_LABEL = (1 << 31) - 1  # labels are int32
 
@@ -199,11 +202,24 @@ class Manifest:
         require(in_place == {self.in_place is not None}, "in_place goes with image_bytes of every split")
         version = 1 if self.label_sets is None else 2
         require(self.format_version == version, f"format_version is {self.format_version}, expected {version}")
+        largest = max(map(max, filter(None, self._sets or [])), default=0)
+        require(largest < self.num_classes, f"label_sets has class {largest} of {self.num_classes} classes")
+
+    @cached_property
+    def label_kind(self) -> LabelKind:
+        """What the labels of the index stand for. Raises ConfigError: they need a part that is not installed."""
+        return CLASSES if self._sets is None else SETS_OF_CLASSES.load()(self._sets)
+
+    @cached_property
+    def _sets(self) -> list[tuple[int, ...]] | None:
+        if self.label_sets is None:
+            return None
+        return [tuple(map(int, classes.split())) for classes in self.label_sets.split(",")]
 
     @property
     def num_labels(self) -> int:
-        """How many labels images can have: classes, or sets of classes."""
-        return self.num_classes if self.label_sets is None else self.label_sets.count(",") + 1
+        """How many labels images can have."""
+        return self.label_kind.num_labels(self.num_classes)
 
     @property
     def applies_orientation(self) -> bool:
@@ -241,16 +257,6 @@ class Manifest:
         if self.label_sets is None:
             del values["label_sets"]
         write_atomically(root / "dataset.json", (json.dumps(values, indent=1) + "\n").encode())
-
-
-def sets_text(label_sets: Sequence[tuple[int, ...]]) -> str:
-    """Return ``Manifest.label_sets`` of these sets of classes."""
-    return ",".join(" ".join(map(str, classes)) for classes in label_sets)
-
-
-def sets_of(text: str) -> list[tuple[int, ...]]:
-    """Return the sets of classes of a ``Manifest.label_sets``."""
-    return [tuple(map(int, classes.split())) for classes in text.split(",")]
 
 
 def check_name(name: str) -> None:

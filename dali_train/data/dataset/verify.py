@@ -47,7 +47,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     duplicates: list[str] = field(default_factory=list)  # also notes, about images with equal bytes
     images_per_class: dict[SplitName, NDArray[np.int64]] = field(default_factory=dict)  # (num_classes,)
-    num_images: dict[SplitName, int] = field(default_factory=dict)  # with several labels less than the sum of those
+    num_images: dict[SplitName, int] = field(default_factory=dict)  # less than the sum of those if some have several
 
     def summary(self) -> list[str]:
         """Return lines to print: counts, then notes, then problems."""
@@ -158,10 +158,9 @@ def _names(root: Path | str, split: SplitName) -> set[str]:
 def _check_classes(split: Split, findings: Findings) -> None:
     labels = split.rows["label"]
     if labels.min() < 0 or labels.max() >= split.manifest.num_labels:
-        numbered = "classes" if split.label_sets is None else "sets of classes"
         findings.problems.append(
-            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, there are "
-            f"{split.manifest.num_labels} {numbered} from 0"
+            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, dataset.json has "
+            f"{split.manifest.num_labels} from 0"
         )
         return
     counts = split.count_classes(labels)
@@ -253,7 +252,7 @@ def find_duplicates(
     starts = np.cumsum([0, *map(len, rows)])
     parts = np.repeat(np.arange(len(rows)), [len(part) for part in rows])
     kinds = {"": _equal_pairs(keys, parts)}
-    if all(splits[name].label_sets is None for name in names):
+    if all(splits[name].label_kind.is_class for name in names):
         kinds["under two labels"] = _equal_pairs(keys, labels, differ=True)
     kinds["in two splits"] = _equal_pairs(keys, parts, differ=True)
     shards = {name: open_shards(splits[name]) for name in names}

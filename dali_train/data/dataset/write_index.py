@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from dali_train.data.dataset.image_file import BadImageError, check_size, image_size
 from dali_train.data.dataset.index import INDEX_DTYPE, map_file
+from dali_train.data.dataset.label_kind import CLASSES, LABEL_KEY, LabelKind
 from dali_train.data.dataset.manifest import (
     IMAGE_KEY,
-    LABEL_KEY,
     SPLITS,
     Encoding,
     Manifest,
@@ -190,7 +190,7 @@ def write_index(
     label_base: int,
     class_names: Sequence[str],
     conversion: dict[str, Any] | None = None,
-    label_sets: str | None = None,
+    label_kind: LabelKind = CLASSES,
     features: Features = DEFAULT_FEATURES,
 ) -> Manifest:
     """Write the columnar index, DALI's text index and ``dataset.json``.
@@ -201,7 +201,7 @@ def write_index(
     Args:
         indexed: the shards of each split, whose ``rows["label"]`` are filled in.
         conversion: what ``dataset.json`` keeps about how the records were made.
-        label_sets: see `Manifest`.
+        label_kind: of the labels.
 
     Raises:
         DatasetError: some shards hold images and others raw pixels.
@@ -234,8 +234,7 @@ def write_index(
         encoding=encoding,
         image_key=features.image,
         label_key=features.label,
-        label_sets=label_sets,
-        format_version=1 if label_sets is None else 2,
+        **label_kind.manifest_fields(),
     )
     manifest.write(root)
     return manifest

@@ -57,9 +57,6 @@ from dali_train.errors import RunError
 DALI_READER = Extra[Callable[..., TrainingPipeline]](
     "dali_train.extras.dali_reader:DaliReaderPipeline", "data.reader dali"
 )
-SEVERAL_LABELS = Extra[Callable[[Split, torch.device, DataConfig | None], Callable[[torch.Tensor], torch.Tensor]]](
-    "dali_train.extras.several_labels.labels:targets_of", "a dataset with several labels an image"
-)
 AnyPipeline = TypeVar("AnyPipeline", TrainingPipeline, EvaluationPipeline)
 Targets = Literal["classes", "pairs"]
 
@@ -108,17 +105,16 @@ class _Loader(Generic[AnyPipeline]):
     ) -> None:
         """
         Args:
-            data: the settings of a loader for training, see `targets_of` (extras/several_labels).
+            data: the settings of a loader for training, which must fit the labels; None: it is for evaluation.
         """
         self._split = split
         self._pixels = pixels
         self._place = place
         self._node = node
         self._decodes = decodes
-        # From labels to rows of all classes, with several labels an image.
-        self._multi_hot: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if split.label_sets is not None:
-            self._multi_hot = SEVERAL_LABELS.load()(split, place.device, data)
+        if data is not None:
+            split.label_kind.check_data(data, str(split.root))
+        self._targets_of = split.label_kind.targets(split.num_classes, place.device)
         self._process = os.getpid()
         self._pipeline: AnyPipeline | None = None
 
@@ -153,7 +149,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
     - targets: (n,) int64, or with mixup (n, classes) float32. With ``targets="pairs"`` instead (images, pairs, lambdas)
       is yielded: (n, 2) int64, the classes of an image and of its partner, and (n,) float32, the weight of the first.
 
-    With a dataset of several labels an image each class number is instead a row of all classes, 1 for those of the
+    Where an image may have any number of classes, each class number is instead a row of all classes, 1 for those of the
     image and 0 for the others: targets are (n, classes) float32, mixed with mixup, and pairs (n, 2, classes) float32.
 
     With `views` images is a list of tensors instead, one for each view, with draws of its own.
@@ -425,8 +421,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pipeline.close()
 
     def _as_asked(self, batch: Batch) -> Any:
-        if self._multi_hot is not None:
-            batch = replace(batch, targets=self._multi_hot(batch.targets))
+        if self._targets_of is not None:
+            batch = replace(batch, targets=self._targets_of(batch.targets))
         if batch.views:
             return list(batch.views), batch.targets[:, 0]
         if self._targets == "pairs":
@@ -529,9 +525,9 @@ class TrainLoader(_Loader[TrainingPipeline]):
 class EvalLoader(_Loader[EvaluationPipeline]):
     """One coordinate's part of a split for evaluation: every image once, on any number of coordinates.
 
-    Iterating yields (images, labels), (n, 3, image_size, image_size) and (n,) int64, on `device`; with a dataset of
-    several labels an image labels are (n, classes) float32, 1 for the classes of an image and 0 for the others. The
-    split is cut into batches of `batch_size`, the last of which may be smaller; coordinate r of W has the batches r,
+    Iterating yields (images, labels), (n, 3, image_size, image_size) and (n,) int64, on `device`; where an
+    image may have any number of classes, (n, classes) float32, 1 for its classes and 0 for the others. The split is
+    cut into batches of `batch_size`, the last of which may be smaller; coordinate r of W has the batches r,
     r + W, ... So a coordinate may have a batch less than another: add up sums over coordinates at the end, not batch by
     batch.
 
@@ -664,7 +660,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             else:
                 images, labels = self._pipeline.run()
             labels = without_waiting(labels, self._place.device)
-            labels = labels if self._multi_hot is None else self._multi_hot(labels)
+            labels = labels if self._targets_of is None else self._targets_of(labels)
             yield without_waiting(images, self._place.device), labels
         self._require_only_iteration(own_number)
         self._is_at_start = True

@@ -61,7 +61,7 @@ class Batch:
 
     def soft_targets(self, num_classes: int) -> torch.Tensor:
         """Return the weight of each class in each image, (n, num_classes) float32."""
-        has_rows = self.targets.ndim == 3  # of all classes, with several labels an image
+        has_rows = self.targets.ndim == 3  # of all classes, where an image may have any number
         classes = torch.arange(num_classes, device=self.targets.device)
         own, partners = (self.targets if has_rows else self.targets[..., None] == classes).unbind(1)
         return own * self.lambdas[:, None] + partners * (1 - self.lambdas[:, None])

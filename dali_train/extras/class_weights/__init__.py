@@ -42,7 +42,7 @@ class ClassWeightSettings:
         Conflict(
             names=("positive_weight", "name"),
             when=lambda loss: (
-                loss.positive_weight != 1 and loss.name in {"cross-entropy", *loss.FOR_SEVERAL_LABELS} - {"asymmetric"}
+                loss.positive_weight != 1 and loss.name in {"cross-entropy", *loss.TIMM_LOSSES} - {"asymmetric"}
             ),
             remedy="leave it out, or use binary-cross-entropy",
         ),

@@ -133,7 +133,7 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
         "mean": list(data.mean),  # of 0 to 255
         "std": list(data.std),
         "output": "logits, (n, classes)",
-        "probabilities": "sigmoid of each logit" if trained.several_labels else "softmax",
+        "probabilities": "sigmoid of each logit" if trained.probabilities == "sigmoid" else "softmax",
         "class_names": list(trained.class_names),
         "checkpoint": str(trained.checkpoint.path),
         "step": trained.checkpoint.step,
@@ -164,7 +164,7 @@ def model_card(trained: TrainedModel, run: RunDirectory) -> str:
         if event["event"] == "eval" and event["step"] == checkpoint.step:
             value_of = decisive if trained.weights == "ema" else dict.__getitem__
             names = {"accuracy": "top1", "top-5 accuracy": "top5"}
-            if trained.several_labels:
+            if trained.probabilities == "sigmoid":
                 names = {"mean average precision": "mean_ap", "micro F1": "micro_f1", "macro F1": "macro_f1"}
             shown = {name: value_of(event, field) for name, field in names.items()}
             rows |= {metric: f"{value:.2%} of {event['num_images']:,} images" for metric, value in shown.items()}

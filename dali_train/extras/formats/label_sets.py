@@ -13,6 +13,7 @@ import numpy as np
 
 from dali_train.data.convert.sources import Images, SourceError
 from dali_train.data.dataset.manifest import (
+    SETS_OF_CLASSES,
     SplitName,
     check_spellings,
     number_classes,
@@ -102,7 +103,7 @@ class LabelSets:
         ]
         for split, numbers in numbered.items():
             if self._has_lists:
-                splits[split].number_sets(np.array(numbers, dtype=np.int32), label_sets)
+                splits[split].label(np.array(numbers, dtype=np.int32), SETS_OF_CLASSES.load()(label_sets))
             else:
                 splits[split].labels = np.array([label_sets[number][0] for number in numbers], dtype=np.int32)
         return names

@@ -62,7 +62,6 @@ from dali_train.data.dataset.manifest import (
     checksums_path,
     files_path,
     index_path,
-    sets_text,
 )
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.data.dataset.verify import examine_index
@@ -484,7 +483,7 @@ def _write(
         )
     remove_other_indexes(task.out, splits)
     files_crc32c = write_array(files_path(task.out), table)
-    label_sets = next(iter(listing.splits.values())).label_sets
+    label_kind = next(iter(listing.splits.values())).label_kind
     options = {"dataset": task.name, "seed": None if task.keep_order else task.seed, "decode_check": task.decode}
     if task.class_order is not None:
         options["class_order"] = task.class_order
@@ -504,6 +503,5 @@ def _write(
                 for path, digest in images.labels_from.items()
             },
         ),
-        label_sets=None if label_sets is None else sets_text(label_sets),
-        format_version=1 if label_sets is None else 2,
+        **label_kind.manifest_fields(),
     ).write(task.out)

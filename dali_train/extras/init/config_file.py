@@ -312,7 +312,7 @@ def _optimizer(choice: _Choice) -> str:
 
 
 def _loss(split: Split) -> str:
-    if split.label_sets is None:
+    if split.label_kind.is_class:
         return "LossConfig(label_smoothing=0.1)"
     return """LossConfig(
         name="binary-cross-entropy",  # timm's own for several labels an image; or asymmetric, ...
@@ -320,7 +320,7 @@ def _loss(split: Split) -> str:
 
 
 def _best_by(split: Split) -> str:
-    if split.label_sets is None or "validation" not in split.manifest.splits:
+    if split.label_kind.is_class or "validation" not in split.manifest.splits:
         return ""
     return '\n        best_by="mean-ap",  # several labels an image'
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig, SampleConfig
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.label_kind import CLASSES, LabelKind
 from dali_train.data.dataset.manifest import (
     Manifest,
     Shard,
@@ -45,7 +46,6 @@ class MixedSplit(Split):
         self.dataset_name = " + ".join(name for name, _, _ in data.mix)
         self.name = "train"
         self.url = None
-        self.label_sets = self.padded_sets(self.manifest)
         self.files = None
         self.shards = ()
         self.paths = []
@@ -141,14 +141,13 @@ def _manifest_of(
     if "validation" in root.splits:
         splits["validation"] = _as_shards({"validation": root}, "validation")
     numbers = class_numbers(data, manifests, names)
-    label_sets = None
-    if any(manifest.label_sets is not None for manifest in (root, *manifests)):
-        label_sets, numbers = united_sets(root, manifests, numbers)
+    label_kind: LabelKind = CLASSES
+    if not all(manifest.label_kind.is_class for manifest in (root, *manifests)):
+        label_kind, numbers = united_sets(root, manifests, numbers)
     manifest = Manifest(
         num_classes=len(names),
         class_names=names,
-        label_sets=label_sets,
-        format_version=1 if label_sets is None else 2,
+        **label_kind.manifest_fields(),
         label_base=0,
         splits=splits,
         encoding=manifests[0].encoding,

@@ -35,11 +35,9 @@ def _validation_split(data: DataConfig, name: SplitName, *, local: bool) -> Spli
         split.manifest,
         num_classes=mixed.num_classes,
         class_names=mixed.class_names,
-        label_sets=mixed.label_sets,
-        format_version=mixed.format_version,
+        **mixed.label_kind.manifest_fields(),
     )
     split.dataset_bytes = num_bytes(mixed)
-    split.label_sets = split.padded_sets(mixed)
     return split
 
 

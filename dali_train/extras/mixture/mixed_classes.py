@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
-from dali_train.data.dataset.manifest import Manifest, sets_of, sets_text
+from dali_train.data.dataset.label_kind import LabelKind
+from dali_train.data.dataset.manifest import SETS_OF_CLASSES, Manifest
 from dali_train.errors import ConfigError
 from dali_train.text import plural
 
@@ -73,27 +74,26 @@ def class_numbers(data: DataConfig, manifests: Sequence[Manifest], names: Sequen
 
 def united_sets(
     root: Manifest, manifests: Sequence[Manifest], numbers: Sequence[NDArray[np.int32]]
-) -> tuple[str, list[NDArray[np.int32]]]:
-    """Return ``Manifest.label_sets`` of the whole, and of each source the number there of each of its labels.
+) -> tuple[LabelKind, list[NDArray[np.int32]]]:
+    """Return the labels of the whole, which number sets of classes, and of each source the number there of each of its
+    labels.
 
     Args:
         numbers: of each source the class in the mixture of each of its classes.
     """
-    sets = _label_sets(root)  # first: its labels keep their numbers
+    sets = _classes_of_labels(root)  # first: its labels keep their numbers
     known = {tuple(sorted(classes)): number for number, classes in enumerate(sets)}
     labels = []
     for manifest, classes_there in zip(manifests, numbers, strict=True):
-        own = [tuple(sorted({int(classes_there[one]) for one in classes})) for classes in _label_sets(manifest)]
+        own = [tuple(sorted({int(classes_there[one]) for one in classes})) for classes in _classes_of_labels(manifest)]
         for classes in own:
             if classes not in known:
                 known[classes] = len(sets)
                 sets.append(classes)
         labels.append(np.array([known[classes] for classes in own], dtype=np.int32))
-    return sets_text(sets), labels
+    return SETS_OF_CLASSES.load()(sets), labels
 
 
-def _label_sets(manifest: Manifest) -> list[tuple[int, ...]]:
-    """Return the set of classes of each label; with one label an image it is one class."""
-    if manifest.label_sets is None:
-        return [(number,) for number in range(manifest.num_classes)]
-    return sets_of(manifest.label_sets)
+def _classes_of_labels(manifest: Manifest) -> list[tuple[int, ...]]:
+    """Return the classes of each label."""
+    return [manifest.label_kind.classes_of(label) for label in range(manifest.num_labels)]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchvision.transforms import functional
 
+from dali_train.checkpoint.format import Probabilities
 from dali_train.checkpoint.run_directory import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
@@ -88,7 +89,7 @@ class _Classifier:
     class_names: tuple[str, ...]
     applies_orientation: bool  # turns photographs upright, as those that it was trained on were
     decoder: str
-    several_labels: bool = False  # each class has a probability of its own
+    probabilities: Probabilities = "softmax"  # sigmoid: each class has one of its own
     hears_libraries: bool = False  # collects what decoders write to the standard error, which is all the process's
 
     def predict(self, images: Sequence[Path], keep: int | None = None) -> ImagePredictions:
@@ -154,11 +155,11 @@ class _Classifier:
                 _with_pil([partial(bytes, content) for content in contents.values()], names, self.data),
                 self.data,
                 keep,
-                several_labels=self.several_labels,
+                of_logits=self.probabilities,
             )
         with temporary_directory() as directory:
             batches = batches_of(_as_split(contents, directory), self.data)
-            return _classify(self.model, batches, self.data, keep, several_labels=self.several_labels)
+            return _classify(self.model, batches, self.data, keep, of_logits=self.probabilities)
 
 
 def predict(
@@ -190,7 +191,7 @@ def predict(
             class_names=tuple(cfg.get("label_names") or map(str, range(count))),
             applies_orientation=bool(getattr(settings, "applies_orientation", False)),
             decoder=decoder,
-            several_labels=bool(getattr(settings, "several_labels", False)),
+            probabilities=getattr(settings, "probabilities", "softmax"),
         )
     return classifier.predict([*map(Path, images)])
 
@@ -229,7 +230,7 @@ def _classifier_of(trained: TrainedModel, decoder: str, *, hears_libraries: bool
         class_names=trained.class_names,
         applies_orientation=trained.applies_orientation,
         decoder=decoder,
-        several_labels=trained.several_labels,
+        probabilities=trained.probabilities,
         hears_libraries=hears_libraries,
     )
 
@@ -367,7 +368,7 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
     encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
     with_pil = _with_pil(encoded, [f"image {number}" for number in numbers], data)
     decoded = {"DALI": batches_of(split, data), "PIL": with_pil}
-    compare = _compare if split.label_sets is None else COMPARE_SEVERAL.load()
+    compare = _compare if split.label_kind.is_class else COMPARE_SEVERAL.load()
     lines, scores = compare(trained, split, decoded)
     print("\n".join(lines))
     names = trained.class_names
@@ -409,18 +410,18 @@ def _classify(
     data: DataConfig,
     keep: int | None = None,
     *,
-    several_labels: bool = False,
+    of_logits: Probabilities = "softmax",
 ) -> Scores:
     """Return the classes, most likely first, and their probabilities, of `batches`, each (n, 3, size, size) float32 and
     normalised, over the views of data.eval_views; only the top `keep` classes.
 
     Args:
-        several_labels: the probability of each class is that an image has it, whatever else it has.
+        of_logits: sigmoid: the probability of each class is that an image has it, whatever else it has.
     """
     probabilities, classes = [], []
     for images in batches:
         values = logits(model, images, data)
-        of_each = values.sigmoid() if several_labels else values.softmax(dim=-1)
+        of_each = values.sigmoid() if of_logits == "sigmoid" else values.softmax(dim=-1)
         scores, numbers = of_each.sort(dim=-1, descending=True, stable=True)
         probabilities.append(scores[:, :keep].clone())  # a view would hold the memory of all classes
         classes.append(numbers[:, :keep].clone())

@@ -96,7 +96,7 @@ def show_mistakes(run: Path | str, picture: Path, checkpoint: str | None, weight
     with local_run(run, checkpoint) as run_dir:
         trained = load_trained(run_dir, checkpoint, weights)
     split = open_split(trained.config.data, "validation")
-    judge = _judge if split.label_sets is None else JUDGE_SEVERAL.load()
+    judge = _judge if split.label_kind.is_class else JUDGE_SEVERAL.load()
     judged = judge(trained, split)
     names = [printable(name) for name in trained.class_names]
     print("\n".join(judged.describe(names)))

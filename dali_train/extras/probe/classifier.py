@@ -71,7 +71,7 @@ def probe(config: Config, output: Path | None) -> str:
             "model.weights is None, and a probe is of pretrained weights: name them, --model.weights FILE"
         )
     train = open_split(config.data, "train")
-    train.require_one_label()
+    train.label_kind.require_class(train.dataset_name)
     validation = open_split(config.data, "validation")
     chosen = _chosen(train)
     if len(np.unique(train.rows["label"][chosen])) < 2:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
+from dali_train.extras.several_labels.kind import SetsOfClasses
 from dali_train.text import printable
 from dali_train.training.metrics import EvaluationResult, Evaluator, Totals, classes_ahead
 
@@ -48,11 +49,12 @@ class SeveralLabelsEvaluator(Evaluator):
         ConfigError: no image has a label.
     """
 
+    RESULT: ClassVar[type[EvaluationResult]] = SeveralLabelsResult
+
     def __init__(self, split: Split, config: Config, *arguments: Any, **options: Any) -> None:
         super().__init__(split, config, *arguments, **{**options, "num_shown": 0})
         self._threshold = config.run.f1_threshold
-        assert self._split.label_sets is not None
-        is_there = self._split.label_sets[self._labels] >= 0
+        is_there = sets_of(split).padded[self._labels] >= 0
         self._num_labelled = int(is_there.any(axis=1).sum())
         if not self._num_labelled:
             raise _without_labels(split)
@@ -110,13 +112,18 @@ class SeveralLabelsEvaluator(Evaluator):
 def classes_of(split: Split) -> NDArray[np.bool_]:
     """Return which classes each image of a split with several labels has, (images, classes). Raises ConfigError: none
     has any."""
-    assert split.label_sets is not None
-    table = np.zeros((len(split.label_sets), split.num_classes + 1), dtype=np.bool_)
-    np.put_along_axis(table, split.label_sets, values=True, axis=1)  # -1, the padding, is the last column
+    padded = sets_of(split).padded
+    table = np.zeros((len(padded), split.num_classes + 1), dtype=np.bool_)
+    np.put_along_axis(table, padded, values=True, axis=1)  # -1, the padding, is the last column
     own: NDArray[np.bool_] = table[split.rows["label"], :-1]
     if not own.any():
         raise _without_labels(split)
     return own
+
+
+def sets_of(split: Split) -> SetsOfClasses:
+    assert isinstance(split.label_kind, SetsOfClasses)
+    return split.label_kind
 
 
 def _without_labels(split: Split) -> ConfigError:

@@ -1,17 +1,16 @@
-"""Datasets with several labels an image: their targets, and which settings fit them. The index's labels number sets of
-classes."""
+"""Training on several labels an image: the targets, and which settings fit them."""
 
 from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from dali_train.config import Config, DataConfig
+from dali_train.config import Config
 from dali_train.config.check import Mark, as_typed
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
-from dali_train.training.loss import losses_of_several
+from dali_train.extras.several_labels import LOSSES_OF_SEVERAL
+from dali_train.extras.several_labels.kind import SetsOfClasses, data_remedies, refuse
 
 BINARY_TARGETS = ("two-way", "zlpr")
 """Losses that rank an image's classes above the others, so that a target is 0 or 1."""
@@ -23,12 +22,11 @@ def check_labels(config: Config, split: Split) -> None:
     Raises:
         ConfigError: one does not fit `split`.
     """
-    if split.label_sets is not None:
+    if isinstance(split.label_kind, SetsOfClasses):
         _check_settings(config, str(split.root))
         return
     settings = {
-        f"loss.name is {config.loss.name}": config.loss.name in losses_of_several(),
-        "run.best_by is mean-ap": config.run.best_by == "mean-ap",
+        f"loss.name is {config.loss.name}": config.loss.is_labels_loss,
         f"run.f1_threshold is {config.run.f1_threshold:g}": config.run.f1_threshold != 0.5,
     }
     for setting, is_set in settings.items():
@@ -41,49 +39,35 @@ def check_labels(config: Config, split: Split) -> None:
 
 def _check_settings(config: Config, root: str) -> None:
     loss = config.loss
-    names = ("binary-cross-entropy", *losses_of_several())
+    names = ("binary-cross-entropy", *loss.TIMM_LOSSES, *LOSSES_OF_SEVERAL)
     remedies = {
         f"loss.name {loss.name}": loss.name not in names and f"use {', '.join(names)}, or a row of LOSSES_OF_SEVERAL",
         "loss.label_smoothing": loss.name in BINARY_TARGETS and loss.label_smoothing > 0 and "set it to 0",
         "mixup.alpha, mixup.cutmix_alpha": loss.name in BINARY_TARGETS and config.mixup.enabled and "set them to 0",
-        **_data_remedies(config.data),
+        **data_remedies(config.data),
         "data.eval_sets": config.data.eval_sets != () and "evaluate on them with `dali-train eval --data.root`",
         "run.best_by balanced-top1": config.run.best_by == "balanced-top1" and "use mean-ap",
         **{f"{name} {as_typed(value)}": "leave it out" for name, value in config.changed(Mark.NEEDS_ONE_LABEL)},
     }
-    _refuse(remedies, root)
-
-
-def _data_remedies(data: DataConfig) -> dict[str, str | bool]:
-    return {
-        "data.shuffle balanced": data.shuffle == "balanced" and "use full and loss.positive_weight balanced",
-        "data.reader dali": data.reader == "dali" and "use data.reader index",
-    }
-
-
-def _refuse(remedies: dict[str, str | bool], root: str) -> None:
-    for setting, remedy in remedies.items():
-        if remedy:
-            raise ConfigError(f"{setting} is for one label an image, and {root} has several: {remedy}")
+    refuse(remedies, root)
 
 
 class MultiHot:
     """What labels that number sets of classes stand for, as targets.
 
     Args:
-        label_sets: the classes of each label, (labels, most), and -1 after them.
         device: of labels and targets.
     """
 
-    def __init__(self, label_sets: NDArray[np.int32], num_classes: int, device: torch.device) -> None:
-        self._label_sets = label_sets
+    def __init__(self, kind: SetsOfClasses, num_classes: int, device: torch.device) -> None:
+        self._kind = kind
         self._num_classes = num_classes
         self._device = device
 
     @cached_property
     def _padded(self) -> torch.Tensor:
         """The classes of each label, (labels, most) int64, and `num_classes` after them."""
-        padded = np.where(self._label_sets < 0, self._num_classes, self._label_sets)
+        padded = np.where(self._kind.padded < 0, self._num_classes, self._kind.padded)
         return torch.from_numpy(padded.astype(np.int64)).to(self._device)
 
     def __call__(self, labels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -96,18 +80,3 @@ class MultiHot:
         # The last column is the padding's.
         hot = torch.zeros(*labels.shape, self._num_classes + 1, dtype=dtype, device=padded.device)
         return hot.scatter_(-1, padded, 1)[..., :-1]
-
-
-def targets_of(split: Split, device: torch.device, data: DataConfig | None = None) -> MultiHot:
-    """Return what makes the targets of a loader's batches, which have labels of `split`.
-
-    Args:
-        data: the settings of a loader for training; None: it is for evaluation.
-
-    Raises:
-        ConfigError: a setting needs one label an image.
-    """
-    assert split.label_sets is not None
-    if data is not None:
-        _refuse(_data_remedies(data), str(split.root))
-    return MultiHot(split.label_sets, split.num_classes, device)

@@ -15,8 +15,10 @@ from torch import nn
 
 from dali_train.config import Config, LossConfig
 from dali_train.errors import ConfigError
+from dali_train.extras.several_labels import LOSSES_OF_SEVERAL
+from dali_train.extras.several_labels.kind import SetsOfClasses
 from dali_train.extras.several_labels.labels import MultiHot
-from dali_train.training.loss import LOSSES_OF_SEVERAL, TrainingClasses, at_least_float32, dense_binary_cross_entropy
+from dali_train.training.loss import TrainingClasses, at_least_float32, dense_binary_cross_entropy
 
 DenseLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From logits and targets, (n, classes) each, to the micro-batch's loss."""
@@ -43,8 +45,8 @@ class SeveralLabelsLoss:
     def __init__(
         self, config: Config, classes: TrainingClasses, weights: dict[str, torch.Tensor], device: torch.device
     ) -> None:
-        assert classes.label_sets is not None
-        self._multi_hot = MultiHot(classes.label_sets, len(classes.counts), device)
+        assert isinstance(classes.label_kind, SetsOfClasses)
+        self._multi_hot = MultiHot(classes.label_kind, len(classes.counts), device)
         self._smoothing = config.loss.label_smoothing
         self._dense = self._dense_loss(config, classes, weights, device)
 

@@ -73,54 +73,29 @@ def subset(
     """
     check_seed(seed)
     manifest = Manifest.read(root)
-    if images_per_class is not None and manifest.label_sets is not None:
+    if images_per_class is not None and not manifest.label_kind.is_class:
         raise SourceError(
             f"--images-per-class is for one label an image, and {root} has several: choose --classes or --class-list"
         )
     chosen = _chosen_classes(manifest, classes, class_list, seed)
-    new_label = np.full(manifest.num_classes, -1, dtype=np.int32)
-    new_label[chosen] = np.arange(len(chosen), dtype=np.int32)
+    new_class = np.full(manifest.num_classes, -1, dtype=np.int32)
+    new_class[chosen] = np.arange(len(chosen), dtype=np.int32)
     sources: dict[SplitName, Images] = {}
     for name in SPLITS:
         if name not in manifest.splits:
             continue
         split = Split(root, name)
-        label_sets: list[tuple[int, ...]] | None = None
-        of_label = new_label
-        if split.label_sets is not None:
-            of_label, label_sets = _chosen_sets(split.label_sets, new_label)
-        labels = of_label[split.rows["label"]]
+        new_label, label_kind = split.label_kind.of_some_classes(new_class)
+        labels = new_label[split.rows["label"]]
         images = np.flatnonzero(labels >= 0)
         if images_per_class is not None and name == "train":
             images = images[_first_of_each(labels[images], images_per_class, seed)]
         if len(images):
             sources[name] = DatasetSource(split, images, labels[images]).images(root)
-            if label_sets is not None:
-                sources[name].number_sets(labels[images], label_sets)
+            sources[name].label(labels[images], label_kind)
     if not sources:
         raise SourceError(f"{root}: the chosen classes have no images")
     return sources, [manifest.class_names[number] for number in chosen]
-
-
-def _chosen_sets(
-    label_sets: NDArray[np.int32], new_label: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], list[tuple[int, ...]]]:
-    """Return the new number of each set of classes, (labels,), and the new sets, which have the chosen classes only.
-
-    A set without any has the number -1, unless all classes are chosen: images without a class then stay.
-
-    Args:
-        label_sets: (labels, most), see `Split`.
-        new_label: (classes,), -1 for those that are not chosen.
-    """
-    numbers: dict[tuple[int, ...], int] = {}
-    stays = bool((new_label >= 0).all())
-    new_numbers = []
-    for classes in label_sets:
-        renumbered = new_label[classes[classes >= 0]]
-        chosen = tuple(renumbered[renumbered >= 0].tolist())
-        new_numbers.append(numbers.setdefault(chosen, len(numbers)) if chosen or stays else -1)
-    return np.array(new_numbers, dtype=np.int32), [*numbers]
 
 
 def _chosen_classes(manifest: Manifest, classes: int | None, class_list: Path | None, seed: int) -> list[int]:

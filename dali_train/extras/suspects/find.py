@@ -79,7 +79,7 @@ def show_suspects(
     config = with_dataset(run.config, dataset)
     _, micro_batches = samples_of(config)
     split = open_split(config.data, "train")
-    split.require_one_label()
+    split.label_kind.require_class(split.dataset_name)
     margins = mean_margins(run, split, micro_batches)
     numbers = suspicious(margins)
     known = int(np.isfinite(margins).sum())

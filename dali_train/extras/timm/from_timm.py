@@ -537,7 +537,7 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
     translation.translate()
     text = config_text(translation, root, output)
     manifest = Manifest.read(root)
-    several = manifest.label_sets is not None
+    several = not manifest.label_kind.is_class
     if several != (translation.task == "multilabel"):
         raise ConfigError(
             f"{translation.written('task')}, and {root} has {'several labels' if several else 'one label'} an image: "
