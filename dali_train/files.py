@@ -344,7 +344,9 @@ def temporary_directory() -> Iterator[Path]:
             directory.mkdir()
             try:
                 yield directory
-            finally:  # the semaphores may be in use until this process ends: who starts now must not remove them
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+                # The semaphores may be in use until this process ends: a process that starts now must not remove them.
                 with suppress(OSError):
                     in_use.rename(locking)
 
@@ -356,7 +358,7 @@ def _remove_abandoned(path: Path) -> None:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return
         with open_regular(path / _IN_USE) as lock:
-            if not try_lock(lock):
+            if not try_lock(lock) or not os.path.samestat(os.fstat(lock.fileno()), (path / _IN_USE).lstat()):
                 return
             for semaphore in _SEMAPHORES.glob(f"sem.{path.name}-*"):
                 semaphore.unlink()

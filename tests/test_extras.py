@@ -1,15 +1,19 @@
 """What the core names of extras in words: it is there, and of the type by which the core uses it."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from dali_train import cli
 from dali_train.checkpoint import run_directory
 from dali_train.commands import arguments, data, train
+from dali_train.config import Config
 from dali_train.config.check import Extra, rows_of_extras
 from dali_train.data.convert import datasets, sources
 from dali_train.data.dataset import index, manifest, verify
+from dali_train.data.dataset.index import Split
 from dali_train.data.loading import loader
 from dali_train.extras import (
     completion,
@@ -34,9 +38,10 @@ from dali_train.extras.several_labels.kind import SetsOfClasses
 from dali_train.extras.tensor_grids import grid_layouts
 from dali_train.hooks import hook_list
 from dali_train.parallel import tensor
-from dali_train.training import build, loss
+from dali_train.training import build, loss, metrics
 
 T = TypeVar("T")
+MakeLoss = Callable[[Config, loss.TrainingClasses, dict[str, torch.Tensor], torch.device], loss.LabelsLoss]
 
 
 def pair(extra: Extra[T], found: T) -> tuple[Extra[T], T]:
@@ -59,9 +64,9 @@ EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(loader.DALI_READER, dali_reader.DaliReaderPipeline),
     pair(manifest.SETS_OF_CLASSES, SetsOfClasses),
     pair(label_kinds.MULTI_HOT, labels.MultiHot),
-    *((check, labels.check_labels) for check in rows_of_extras("CHECKS_OF_SPLIT")),
-    (SetsOfClasses.loss, losses.SeveralLabelsLoss),
-    (SetsOfClasses.evaluator, evaluation.SeveralLabelsEvaluator),
+    pair(Extra[Callable[[Config, Split], None]](rows_of_extras("CHECKS_OF_SPLIT")[0].name), labels.check_labels),
+    pair(Extra[MakeLoss](SetsOfClasses.loss.name), losses.SeveralLabelsLoss),
+    pair(Extra[type[metrics.Evaluator]](SetsOfClasses.evaluator.name), evaluation.SeveralLabelsEvaluator),
     pair(build.LOCAL_COPY, local_copy.copied),
     pair(train.AUDITED, audited_trainer.audited),
     pair(loss.CLASS_WEIGHTS, weights.weights_of),

@@ -96,7 +96,7 @@ class RunValues:
     recipe: dict[str, Any] = field(default_factory=dict)  # see recipe.py
     class_names: tuple[str, ...] = ()
     applies_orientation: bool = False  # of the images, see `Manifest.applies_orientation`
-    several_labels: bool = False  # whether an image has
+    several_labels: bool = False  # whether an image may have several
     epoch_accuracies: tuple[float, ...] = ()  # top-1 of the evaluations before this step, fractions
     record: Annotated[str, Rule("a record", pattern="(?:[0-9a-f]{64})?")] = ""  # the fingerprint, see there
     weights: WeightDigests = field(default_factory=dict)
@@ -107,7 +107,7 @@ class RunValues:
 
     @property
     def probabilities(self) -> Probabilities:
-        """What makes probabilities of logits: those of several classes of an image do not sum to 1."""
+        """The function that turns logits into probabilities."""
         return "sigmoid" if self.several_labels else "softmax"
 
 

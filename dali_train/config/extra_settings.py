@@ -2,7 +2,7 @@
 
 Each class is a dataclass in the `__init__.py` of its extra's folder, which may import only config/check.py, since the
 config imports it. `CONFLICTS` are within the section, `CONFLICTS_OF_RUN` in the whole config; `CHECKS_OF_SPLIT` are
-functions of config and `Split`, called before a run begins; `EXPLANATIONS` follow the explanations of the section's
+functions of config and `Split`, called before a run begins; `EXPLANATIONS` are appended to those of the section's
 other settings. Without the folder the settings do not exist, and the section has only the values that the rest of the
 program reads.
 """
@@ -41,5 +41,7 @@ else:
     LedgerSettings = _settings("ledger", "LedgerSettings", ledger=False)
     MirrorSettings = _settings("mirror", "MirrorSettings", mirror=None)
     MixtureSettings = _settings("mixture", "MixtureSettings", OneDataset)
-    LossOfSeveralSettings = _settings("several_labels", "LossOfSeveralSettings", is_labels_loss=False, TIMM_LOSSES=())
+    LossOfSeveralSettings = _settings(
+        "several_labels", "LossOfSeveralSettings", is_for_other_labels=False, TIMM_LOSSES=()
+    )
     RunOfSeveralSettings = _settings("several_labels", "RunOfSeveralSettings", f1_threshold=0.5)

@@ -114,7 +114,7 @@ def fit_to_ranks(config: Config, launch: Launch) -> Layout:
     """
     schedule_of(config.schedule)
     gradient_transform_of(config.optimizer)
-    if not config.loss.is_labels_loss:
+    if not config.loss.is_for_other_labels:
         loss_of(config.loss)
     layout = Layout.from_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
@@ -128,7 +128,7 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
         trains: False to evaluate only: the complete model on every rank, and the validation split.
 
     Raises:
-        ConfigError: see `fit_to_ranks`.
+        ConfigError: see `fit_to_ranks`; or a setting does not fit the dataset's labels.
         DatasetError: the dataset does not exist, or is damaged.
     """
     layout = fit_to_ranks(config, launch) if trains else Layout.from_config(launch, ParallelConfig())
@@ -137,13 +137,13 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
     explain_bus_errors(dataset.data.roots)
     name: SplitName = "train" if trains else "validation"
     split = open_split(dataset.data, name)
-    measures = evaluator_of(split).RESULT.MEASURES
-    require(
-        config.run.best_by.replace("-", "_") in measures,
-        f"run.best_by is {config.run.best_by}, which no evaluation of {split.root} measures: use top1",
-    )
     for check in rows_of_extras("CHECKS_OF_SPLIT"):
         check.load()(config, split)
+    require(
+        config.run.best_by.replace("-", "_") in evaluator_of(split).MEASURES,
+        f"run.best_by is {config.run.best_by}, which evaluations of {config.data.root} do not measure: use top1, "
+        "balanced-top1 or loss",
+    )
     return RunPlan(
         config=config,
         launch=launch,
@@ -222,6 +222,7 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
 
 
 def evaluator_of(split: Split) -> type[Evaluator]:
+    """Return the class that evaluates splits with such labels."""
     own = split.label_kind.evaluator
     return Evaluator if own is None else own.load()
 

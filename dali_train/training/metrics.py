@@ -289,7 +289,7 @@ class Evaluator:
             index has the only one.
     """
 
-    RESULT: ClassVar[type[EvaluationResult]] = EvaluationResult
+    MEASURES: ClassVar[tuple[str, ...]] = EvaluationResult.MEASURES
 
     def __init__(
         self,

@@ -11,13 +11,14 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from dali_train.errors import ConfigError, RunError
 from dali_train.extras.local_launch import _Ranks, launch_locally
-from dali_train.files import temporary_directory
+from dali_train.files import open_regular, temporary_directory
 from dali_train.runtime.launch import LaunchOptions, discover
 
 REPOSITORY = Path(__file__).parents[2]  # not conftest's: each rank imports this file, and DALI with it
@@ -101,26 +102,40 @@ def test_no_rank_outlives_the_process_and_the_next_start_removes_what_it_left(
     assert [path.name for path in tmp_path.glob("dali-train-*")] == ["dali-train-foreign"]
 
 
-def test_who_starts_when_another_one_ends_leaves_its_semaphores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["before the directory is removed", "when the other one has opened its lock"])
+def test_a_process_that_starts_when_another_one_ends_leaves_its_semaphores(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python unlinks them when the process ends, later than the directory goes."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ending, changes = temporary_directory(), pytest.MonkeyPatch()
+    used = ending.__enter__()
+    semaphore = Path("/dev/shm", f"sem.{used.parent.name}-1")
+    semaphore.touch()
     remove = tempfile.TemporaryDirectory.cleanup
 
     def start_first(directory: "tempfile.TemporaryDirectory[str]") -> None:
-        with monkeypatch.context() as other:
-            other.setattr(tempfile.TemporaryDirectory, "cleanup", remove)
-            with temporary_directory():
-                pass
+        changes.undo()
+        with temporary_directory():
+            pass
         remove(directory)
 
-    with monkeypatch.context() as ending, temporary_directory() as used:
-        semaphore = Path("/dev/shm", f"sem.{used.parent.name}-1")
-        semaphore.touch()
-        ending.setattr(tempfile.TemporaryDirectory, "cleanup", start_first)
-    assert semaphore.exists() and not used.exists()
-    semaphore.unlink()
+    def end_then(path: Path) -> Any:
+        changes.undo()
+        file = open_regular(path)
+        ending.__exit__(None, None, None)
+        return file
+
+    if moment == "before the directory is removed":
+        changes.setattr(tempfile.TemporaryDirectory, "cleanup", start_first)
+        ending.__exit__(None, None, None)
+    else:
+        changes.setattr("dali_train.files.open_regular", end_then)
+        with temporary_directory():
+            pass
+    found = semaphore.exists()
+    semaphore.unlink(missing_ok=True)
+    assert found and not any(tmp_path.iterdir())
 
 
 @pytest.mark.thorough

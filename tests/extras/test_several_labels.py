@@ -293,7 +293,7 @@ def test_what_needs_one_label_refuses_several(
         (plain.replace({"data.root": str(dataset), "loss.name": "poly"}), "loss.name is poly, which is for several"),
         (
             plain.replace({"data.root": str(dataset), "run.best_by": "mean-ap"}),
-            "run.best_by is mean-ap, which no evaluation of",
+            "run.best_by is mean-ap, which evaluations of",
         ),
         (plain.replace({"data.root": str(dataset), "run.f1_threshold": 0.3}), "run.f1_threshold is 0.3, which is for"),
     ):
@@ -325,8 +325,8 @@ def logits_and_sets() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, targets, torch.full((8,), 0.7)
 
 
-SETS = SetsOfClasses([(0, 1), (2,), (), (4, 0), (3,), (1, 4), (2, 3), (0,)])
-CLASSES = TrainingClasses(names=NAMES, counts=np.array([4, 1, 3, 2, 5]), num_images=9, label_kind=SETS)
+SETS = [(0, 1), (2,), (), (4, 0), (3,), (1, 4), (2, 3), (0,)]
+CLASSES = TrainingClasses(names=NAMES, counts=np.array([4, 1, 3, 2, 5]), num_images=9, label_kind=SetsOfClasses(SETS))
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -347,7 +347,7 @@ def test_losses_are_timms(name: str, smoothing: float, mixes: bool) -> None:
     logits, targets, lambdas = logits_and_sets()
     lambdas = lambdas if mixes else torch.ones(8)
     hot = torch.zeros(8, 5)
-    for row, classes in enumerate(SETS.sets):
+    for row, classes in enumerate(SETS):
         hot[row, list(classes)] = 1
     soft = mixup_target(hot, 5, lam=0.7, smoothing=smoothing, multi_label=True) if mixes else hot
     positive = 2.0 if name == "asymmetric" else 1.0
@@ -373,7 +373,7 @@ def test_a_loss_of_ones_own(monkeypatch: pytest.MonkeyPatch, several_config: Pat
     config = load_config(several_config).replace({"loss.name": "binary-focal", "loss.label_smoothing": 0.1})
     prepare(config, Launch(world_size=1, port=1), CPU)
     ours, _ = make_objective(config, nn.Identity(), 5, CPU, CLASSES)(logits, logits, targets, lambdas)
-    rows = MultiHot(SETS, 5, CPU)(targets)
+    rows = MultiHot(SetsOfClasses(SETS), 5, CPU)(targets)
     soft = 0.9 * (0.7 * rows[:, 0] + 0.3 * rows[:, 1]) + 0.05
     torch.testing.assert_close(ours, focal(loss, logits, soft))
     with pytest.raises(ConfigError, match=r"loss\.name is binary-focal, which is for several labels"):

@@ -236,8 +236,8 @@ class Images:
         """What a validation split has a fraction of each of, (N,)."""
         return self.label_kind.strata(self.labels)
 
-    def label(self, labels: NDArray[np.int32], kind: LabelKind) -> None:
-        """Give the images other labels, (N,)."""
+    def relabel(self, labels: NDArray[np.int32], kind: LabelKind) -> None:
+        """Give the images other labels, (N,), which are of this kind."""
         assert self._rows is None
         self.labels = labels
         self.label_kind = kind

@@ -72,7 +72,7 @@ class Split:
     if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names. An
     index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk;
     `is_on_disk` is also False if another storage has them. `kept` is which images take part in training, (N,), None if
-    all do, and `num_images` their number. `location` is `root` as given.
+    all do, and `num_images` their number. `label_kind` is what the labels stand for. `location` is `root` as given.
 
     Args:
         root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
@@ -82,7 +82,7 @@ class Split:
         exclude: a file of images that do not take part, see `kept_images`; None: all do.
 
     Raises:
-        ConfigError: see `kept_images`.
+        ConfigError: see `kept_images` and `Manifest.label_kind`.
         DatasetError: a part is missing, the index does not belong to ``dataset.json``, a row is invalid, or a shard
             does not match the index.
     """
@@ -115,6 +115,7 @@ class Split:
             self._remedy = copy_again(str(root))
         self.num_bytes = split.num_bytes
         self.dataset_bytes = sum(each.num_bytes for each in self.manifest.splits.values())
+        self.label_kind = self._label_kind()
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
         self.checksums: NDArray[np.uint32] | None = None
         if split.image_checksums_crc32c is not None:
@@ -154,11 +155,6 @@ class Split:
     @property
     def num_classes(self) -> int:
         return self.manifest.num_classes
-
-    @property
-    def label_kind(self) -> LabelKind:
-        """What the labels of the index stand for."""
-        return self.manifest.label_kind
 
     def order(self, config: SampleConfig) -> SampleOrder:
         """Return a new order of the training images."""
@@ -303,6 +299,12 @@ class Split:
                     "together"
                 )
         return None
+
+    def _label_kind(self) -> LabelKind:
+        try:
+            return self.manifest.label_kind
+        except DatasetError as error:
+            raise DatasetError(f"{self._shown(self.root / 'dataset.json')}: {error}: {self._remedy}") from None
 
     def _open_files(self, in_place: InPlace) -> SourceFiles:
         path, source = files_path(self.root), in_place.source

@@ -1,6 +1,6 @@
 """What the labels of an index stand for: a class each, unless an extra brings another kind.
 
-A dataset's kind of labels answers wherever that makes a difference, so that nothing else asks which kind it is.
+A dataset's kind of labels answers where that makes a difference. `is_class` is for what can be done only with classes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from dali_train.data.dataset.tfrecord import Value
 if TYPE_CHECKING:
     import torch
 
-LABEL_KEY = "image/class/label"
+LABEL_KEY = "image/class/label"  # the feature of a record that has its class
 LABEL_BASE = 1  # of the labels in records that we write, as in the usual ImageNet TFRecords (labels 1 to 1000)
 
 
@@ -28,9 +28,10 @@ class LabelKind:
     label_key: ClassVar[str] = LABEL_KEY
     """The feature of a record that has its label."""
     loss: ClassVar[Extra[Callable[..., Any]] | None] = None
-    """Returns a `LabelsLoss` for (config, classes, weights, device); None: a row of `LOSSES` is used."""
+    """Returns a `LabelsLoss` (training/loss.py) for (config, classes, weights, device); None: loss.name names a row of
+    `LOSSES`."""
     evaluator: ClassVar[Extra[type[Any]] | None] = None
-    """An `Evaluator`; None: that one."""
+    """A class that inherits from `Evaluator` (training/metrics.py); None: `Evaluator` itself."""
 
     def num_labels(self, num_classes: int) -> int:
         """Return how many labels there are."""
@@ -45,7 +46,7 @@ class LabelKind:
         return np.bincount(labels, minlength=num_classes)
 
     def strata(self, labels: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return of each image what a validation split has a fraction of each of."""
+        """Return the stratum of each image, (N,); a validation split takes the same fraction of each."""
         return labels
 
     def of_some_classes(self, new_class: NDArray[np.int32]) -> "tuple[NDArray[np.int32], LabelKind]":
@@ -57,35 +58,31 @@ class LabelKind:
         return new_class, self
 
     def features(self, label: int, class_names: Sequence[str]) -> Mapping[str, Value]:
-        """Return the features of a record that say which classes its image has."""
-        return {LABEL_KEY: label + LABEL_BASE, "image/class/synset": class_names[label]}
+        """Return the features of a record that hold its label."""
+        return {self.label_key: label + LABEL_BASE, "image/class/synset": class_names[label]}
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells labels of this kind from others, for a conversion that goes on."""
+        """Return what a resumed conversion compares."""
         return {}
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Return the fields of `Manifest` that say it."""
+        """Return the fields of `Manifest` that record this kind, if they do not have their defaults."""
         return {}
 
     def run_values(self) -> dict[str, Any]:
-        """Return the fields of `RunValues` (checkpoint/format.py) that say it."""
+        """Return the fields of `RunValues` (checkpoint/format.py) that record this kind."""
         return {}
 
-    def targets(self, num_classes: int, device: "torch.device") -> "Callable[[torch.Tensor], torch.Tensor] | None":
-        """Return a function from labels (...) int64 to what a loader yields instead, (..., classes) float32; None: they
-        stay."""
+    def multi_hot(self, num_classes: int, device: "torch.device") -> "Callable[[torch.Tensor], torch.Tensor] | None":
+        """Return a function from labels, (...) int64, to the rows of all classes that a loader yields instead,
+        (..., classes) float32; None: a loader yields the labels unchanged."""
         return None
 
     def require_class(self, dataset_name: str) -> None:
-        """Refuse labels that are no classes, for callers that take them for classes.
-
-        Raises:
-            ConfigError: they are none.
-        """
+        """Raises ConfigError: a label is not a class, and the caller takes it for one."""
 
     def check_data(self, data: DataConfig, root: str) -> None:
-        """Raises ConfigError: a setting of a loader for training does not fit such labels, which `root` has."""
+        """Raises ConfigError: a setting of a loader for training does not fit such labels, those of `root`."""
 
 
 CLASSES = LabelKind()

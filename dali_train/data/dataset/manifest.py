@@ -202,19 +202,22 @@ class Manifest:
         require(in_place == {self.in_place is not None}, "in_place goes with image_bytes of every split")
         version = 1 if self.label_sets is None else 2
         require(self.format_version == version, f"format_version is {self.format_version}, expected {version}")
-        largest = max(map(max, filter(None, self._sets or [])), default=0)
-        require(largest < self.num_classes, f"label_sets has class {largest} of {self.num_classes} classes")
 
     @cached_property
     def label_kind(self) -> LabelKind:
-        """What the labels of the index stand for. Raises ConfigError: they need a part that is not installed."""
-        return CLASSES if self._sets is None else SETS_OF_CLASSES.load()(self._sets)
+        """What the labels of the index stand for.
 
-    @cached_property
-    def _sets(self) -> list[tuple[int, ...]] | None:
+        Raises:
+            ConfigError: they need a part that is not installed.
+            DatasetError: they stand for a class that does not exist.
+        """
         if self.label_sets is None:
-            return None
-        return [tuple(map(int, classes.split())) for classes in self.label_sets.split(",")]
+            return CLASSES
+        sets = [tuple(map(int, classes.split())) for classes in self.label_sets.split(",")]
+        largest = max(max(classes, default=0) for classes in sets)
+        if largest >= self.num_classes:
+            raise DatasetError(f"label_sets has class {largest} of {self.num_classes} classes")
+        return SETS_OF_CLASSES.load()(sets)
 
     @property
     def num_labels(self) -> int:

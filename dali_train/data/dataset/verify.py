@@ -159,8 +159,8 @@ def _check_classes(split: Split, findings: Findings) -> None:
     labels = split.rows["label"]
     if labels.min() < 0 or labels.max() >= split.manifest.num_labels:
         findings.problems.append(
-            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, dataset.json has "
-            f"{split.manifest.num_labels} from 0"
+            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, but dataset.json has "
+            f"{split.manifest.num_labels} labels, counted from 0"
         )
         return
     counts = split.count_classes(labels)

@@ -114,7 +114,7 @@ class _Loader(Generic[AnyPipeline]):
         self._decodes = decodes
         if data is not None:
             split.label_kind.check_data(data, str(split.root))
-        self._targets_of = split.label_kind.targets(split.num_classes, place.device)
+        self._multi_hot = split.label_kind.multi_hot(split.num_classes, place.device)
         self._process = os.getpid()
         self._pipeline: AnyPipeline | None = None
 
@@ -421,8 +421,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pipeline.close()
 
     def _as_asked(self, batch: Batch) -> Any:
-        if self._targets_of is not None:
-            batch = replace(batch, targets=self._targets_of(batch.targets))
+        if self._multi_hot is not None:
+            batch = replace(batch, targets=self._multi_hot(batch.targets))
         if batch.views:
             return list(batch.views), batch.targets[:, 0]
         if self._targets == "pairs":
@@ -660,7 +660,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             else:
                 images, labels = self._pipeline.run()
             labels = without_waiting(labels, self._place.device)
-            labels = labels if self._targets_of is None else self._targets_of(labels)
+            labels = labels if self._multi_hot is None else self._multi_hot(labels)
             yield without_waiting(images, self._place.device), labels
         self._require_only_iteration(own_number)
         self._is_at_start = True

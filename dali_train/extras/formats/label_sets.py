@@ -103,7 +103,7 @@ class LabelSets:
         ]
         for split, numbers in numbered.items():
             if self._has_lists:
-                splits[split].label(np.array(numbers, dtype=np.int32), SETS_OF_CLASSES.load()(label_sets))
+                splits[split].relabel(np.array(numbers, dtype=np.int32), SETS_OF_CLASSES.load()(label_sets))
             else:
                 splits[split].labels = np.array([label_sets[number][0] for number in numbers], dtype=np.int32)
         return names

@@ -124,6 +124,8 @@ def compare_names(path: Path, names: Sequence[str], theirs: Sequence[str]) -> No
 
 def _largest_classes(images: Images) -> NDArray[np.int32]:
     """Return the largest class of each image, (N,); -1 where there is none."""
+    if images.label_kind.is_class:
+        return images.labels
     labels, numbers = np.unique(images.labels, return_inverse=True)
     largest = [max(images.label_kind.classes_of(label), default=-1) for label in labels.tolist()]
     return np.array(largest, dtype=np.int32)[numbers]

@@ -42,6 +42,7 @@ class MixedSplit(Split):
         manifests = [part.manifest for part in self.parts]
         self.root_manifest = Manifest.read(data.root)
         self.manifest, numbers = _manifest_of(data, self.root_manifest, manifests)
+        self.label_kind = self.manifest.label_kind
         self.root = metadata_directory(data.root)
         self.dataset_name = " + ".join(name for name, _, _ in data.mix)
         self.name = "train"

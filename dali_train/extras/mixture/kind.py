@@ -37,6 +37,7 @@ def _validation_split(data: DataConfig, name: SplitName, *, local: bool) -> Spli
         class_names=mixed.class_names,
         **mixed.label_kind.manifest_fields(),
     )
+    split.label_kind = mixed.label_kind
     split.dataset_bytes = num_bytes(mixed)
     return split
 

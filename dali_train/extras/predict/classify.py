@@ -155,11 +155,11 @@ class _Classifier:
                 _with_pil([partial(bytes, content) for content in contents.values()], names, self.data),
                 self.data,
                 keep,
-                of_logits=self.probabilities,
+                activation=self.probabilities,
             )
         with temporary_directory() as directory:
             batches = batches_of(_as_split(contents, directory), self.data)
-            return _classify(self.model, batches, self.data, keep, of_logits=self.probabilities)
+            return _classify(self.model, batches, self.data, keep, activation=self.probabilities)
 
 
 def predict(
@@ -191,7 +191,7 @@ def predict(
             class_names=tuple(cfg.get("label_names") or map(str, range(count))),
             applies_orientation=bool(getattr(settings, "applies_orientation", False)),
             decoder=decoder,
-            probabilities=getattr(settings, "probabilities", "softmax"),
+            probabilities="sigmoid" if getattr(settings, "probabilities", None) == "sigmoid" else "softmax",
         )
     return classifier.predict([*map(Path, images)])
 
@@ -410,18 +410,18 @@ def _classify(
     data: DataConfig,
     keep: int | None = None,
     *,
-    of_logits: Probabilities = "softmax",
+    activation: Probabilities = "softmax",
 ) -> Scores:
     """Return the classes, most likely first, and their probabilities, of `batches`, each (n, 3, size, size) float32 and
     normalised, over the views of data.eval_views; only the top `keep` classes.
 
     Args:
-        of_logits: sigmoid: the probability of each class is that an image has it, whatever else it has.
+        activation: sigmoid: the probability of each class is that an image has it, whatever else it has.
     """
     probabilities, classes = [], []
     for images in batches:
         values = logits(model, images, data)
-        of_each = values.sigmoid() if of_logits == "sigmoid" else values.softmax(dim=-1)
+        of_each = values.sigmoid() if activation == "sigmoid" else values.softmax(dim=-1)
         scores, numbers = of_each.sort(dim=-1, descending=True, stable=True)
         probabilities.append(scores[:, :keep].clone())  # a view would hold the memory of all classes
         classes.append(numbers[:, :keep].clone())

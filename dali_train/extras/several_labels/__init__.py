@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from dali_train.config.check import OVER_0, UNDER_1, Conflict, Extra, NotInRecipe, Rule
 
-LOSSES_OF_SEVERAL: dict[str, Callable[..., Any]] = {}
-"""A config file's own losses for several labels an image. Each takes the settings (`LossConfig`), logits (n, classes)
-and targets (n, classes), mixed and smoothed, both float32 or wider, and returns the batch's mean loss."""
+if TYPE_CHECKING:
+    import torch
+
+    from dali_train.config import LossConfig
+
+LOSSES_OF_SEVERAL: "dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torch.Tensor]]" = {}
+"""A config file's own losses for several labels an image. Each takes the settings, logits (n, classes) and targets (n,
+classes), mixed and smoothed, both float32 or wider, and returns the batch's mean loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,8 @@ class LossOfSeveralSettings:
     }
 
     @property
-    def is_labels_loss(self) -> bool:
-        """Whether the loss is only for several labels an image, and no row of LOSSES."""
+    def is_for_other_labels(self) -> bool:
+        """Whether the loss is only for several labels an image."""
         return self.name in (*self.TIMM_LOSSES, *LOSSES_OF_SEVERAL)
 
 
@@ -52,7 +57,9 @@ class RunOfSeveralSettings:
     """With several labels an image: the probability over which an image is taken to have a class, in F1 (timm's
     --multilabel-threshold)."""
 
-    CHECKS_OF_SPLIT: ClassVar[tuple[Extra[Any], ...]] = (Extra("dali_train.extras.several_labels.labels:check_labels"),)
+    CHECKS_OF_SPLIT: ClassVar[tuple[Extra[Any], ...]] = (
+        Extra("dali_train.extras.several_labels.labels:check_labels", "run.f1_threshold"),
+    )
     EXPLANATIONS: ClassVar[Mapping[str, str]] = {
         "best_by": "mean-ap: with several labels an image, the mean of the classes' average precisions.",
     }

@@ -49,12 +49,12 @@ class SeveralLabelsEvaluator(Evaluator):
         ConfigError: no image has a label.
     """
 
-    RESULT: ClassVar[type[EvaluationResult]] = SeveralLabelsResult
+    MEASURES: ClassVar[tuple[str, ...]] = SeveralLabelsResult.MEASURES
 
     def __init__(self, split: Split, config: Config, *arguments: Any, **options: Any) -> None:
         super().__init__(split, config, *arguments, **{**options, "num_shown": 0})
         self._threshold = config.run.f1_threshold
-        is_there = sets_of(split).padded[self._labels] >= 0
+        is_there = _padded(split)[self._labels] >= 0
         self._num_labelled = int(is_there.any(axis=1).sum())
         if not self._num_labelled:
             raise _without_labels(split)
@@ -84,7 +84,7 @@ class SeveralLabelsEvaluator(Evaluator):
         loss, top1, top5, count = totals.sums.tolist()
         assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
         scores = totals.scores.cpu().numpy()
-        own = classes_of(self._split)
+        own = own_classes(self._split)
         self.class_scores = average_precisions(scores, own)
         micro, macro, sample = f1_scores(scores > math.log(self._threshold / (1 - self._threshold)), own)
         labelled = max(1, self._num_labelled)
@@ -109,10 +109,10 @@ class SeveralLabelsEvaluator(Evaluator):
         return [lowest_precisions(self.class_scores, self._split.count_classes(self._labels), names)]
 
 
-def classes_of(split: Split) -> NDArray[np.bool_]:
+def own_classes(split: Split) -> NDArray[np.bool_]:
     """Return which classes each image of a split with several labels has, (images, classes). Raises ConfigError: none
     has any."""
-    padded = sets_of(split).padded
+    padded = _padded(split)
     table = np.zeros((len(padded), split.num_classes + 1), dtype=np.bool_)
     np.put_along_axis(table, padded, values=True, axis=1)  # -1, the padding, is the last column
     own: NDArray[np.bool_] = table[split.rows["label"], :-1]
@@ -121,9 +121,9 @@ def classes_of(split: Split) -> NDArray[np.bool_]:
     return own
 
 
-def sets_of(split: Split) -> SetsOfClasses:
+def _padded(split: Split) -> NDArray[np.int32]:
     assert isinstance(split.label_kind, SetsOfClasses)
-    return split.label_kind
+    return split.label_kind.padded
 
 
 def _without_labels(split: Split) -> ConfigError:

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from dali_train.checkpoint.trained_model import TrainedModel
 from dali_train.data.dataset.index import Split
 from dali_train.extras.predict.classify import Decoded, Scores, batches_of, logits
-from dali_train.extras.several_labels.evaluation import average_precisions, classes_of, lowest_precisions
+from dali_train.extras.several_labels.evaluation import average_precisions, lowest_precisions, own_classes
 from dali_train.text import aligned
 from dali_train.training.metrics import MAX_SCORES
 
 
 def compare_several(trained: TrainedModel, split: Split, decoded: Decoded) -> tuple[list[str], Scores]:
     """Return lines on the mean average precision with each of two decoders, and the scores with the first."""
-    own = classes_of(split)
+    own = own_classes(split)
     scores = {name: _logits(trained, batches) for name, batches in decoded.items()}
     precisions = {name: average_precisions(values, own) for name, values in scores.items()}
     (first, second), (one, other) = decoded, scores.values()
@@ -68,7 +68,7 @@ class JudgedSeveral:
 
 
 def judge_several(trained: TrainedModel, split: Split) -> JudgedSeveral:
-    return JudgedSeveral(classes_of(split), _logits(trained, batches_of(split, trained.config.data)))
+    return JudgedSeveral(own_classes(split), _logits(trained, batches_of(split, trained.config.data)))
 
 
 @torch.inference_mode()

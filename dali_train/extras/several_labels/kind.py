@@ -1,7 +1,6 @@
 """Labels that number sets of classes: one of an index, for all classes that an image has."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,7 +23,11 @@ MULTI_HOT = Extra[Callable[["SetsOfClasses", int, "torch.device"], Callable[["to
 
 
 class SetsOfClasses(LabelKind):
-    """Labels that number `sets` of classes."""
+    """Labels that number sets of classes.
+
+    `padded` has the classes of each label, (labels, most) int32, and -1 after them: a million sets as Python objects
+    would take hundreds of megabytes.
+    """
 
     is_class: ClassVar[bool] = False
     label_key: ClassVar[str] = "image/class/label_set"
@@ -32,29 +35,26 @@ class SetsOfClasses(LabelKind):
     evaluator: ClassVar = Extra("dali_train.extras.several_labels.evaluation:SeveralLabelsEvaluator")
 
     def __init__(self, sets: Sequence[tuple[int, ...]]) -> None:
-        self.sets = sets
+        self.padded = np.full((len(sets), max(map(len, sets)) or 1), -1, dtype=np.int32)
+        for number, classes in enumerate(sets):
+            self.padded[number, : len(classes)] = classes
 
     @property
     def text(self) -> str:
         """``Manifest.label_sets``."""
-        return ",".join(" ".join(map(str, classes)) for classes in self.sets)
+        return ",".join(" ".join(map(str, classes)) for classes in self._sets())
 
-    @cached_property
-    def padded(self) -> NDArray[np.int32]:
-        """The classes of each label, (labels, most), and -1 after them."""
-        padded = np.full((len(self.sets), max(map(len, self.sets)) or 1), -1, dtype=np.int32)
-        for number, classes in enumerate(self.sets):
-            padded[number, : len(classes)] = classes
-        return padded
+    def _sets(self) -> Iterator[tuple[int, ...]]:
+        return map(self.classes_of, range(len(self.padded)))
 
     def num_labels(self, num_classes: int) -> int:
-        return len(self.sets)
+        return len(self.padded)
 
     def classes_of(self, label: int) -> tuple[int, ...]:
-        return self.sets[label]
+        return tuple(number for number in self.padded[label].tolist() if number >= 0)
 
     def count_classes(self, labels: NDArray[np.integer[Any]], num_classes: int) -> NDArray[np.int64]:
-        counts = np.bincount(labels, minlength=len(self.sets))
+        counts = np.bincount(labels, minlength=len(self.padded))
         is_there = self.padded >= 0
         of_each = np.repeat(counts, is_there.sum(axis=1))
         return np.bincount(self.padded[is_there], weights=of_each, minlength=num_classes).astype(np.int64)
@@ -69,15 +69,15 @@ class SetsOfClasses(LabelKind):
         numbers: dict[tuple[int, ...], int] = {}
         stays = bool((new_class >= 0).all())
         new_labels = []
-        for classes in self.sets:
+        for classes in self._sets():
             renumbered = new_class[list(classes)]
             chosen = tuple(renumbered[renumbered >= 0].tolist())
             new_labels.append(numbers.setdefault(chosen, len(numbers)) if chosen or stays else -1)
         return np.array(new_labels, dtype=np.int32), SetsOfClasses([*numbers])
 
     def features(self, label: int, class_names: Sequence[str]) -> Mapping[str, Value]:
-        """A list for other readers, under another name: who knows only one label must not find the set's number."""
-        classes = tuple(number + LABEL_BASE for number in self.sets[label])
+        # Under other names, so that a reader that knows only one label does not take the set's number for it.
+        classes = tuple(number + LABEL_BASE for number in self.classes_of(label))
         return {self.label_key: label + LABEL_BASE, "image/class/labels": classes}
 
     def facts(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class SetsOfClasses(LabelKind):
     def run_values(self) -> dict[str, Any]:
         return {"several_labels": True}
 
-    def targets(self, num_classes: int, device: "torch.device") -> "Callable[[torch.Tensor], torch.Tensor]":
+    def multi_hot(self, num_classes: int, device: "torch.device") -> "Callable[[torch.Tensor], torch.Tensor]":
         return MULTI_HOT.load()(self, num_classes, device)
 
     def require_class(self, dataset_name: str) -> None:

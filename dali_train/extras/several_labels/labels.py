@@ -26,7 +26,7 @@ def check_labels(config: Config, split: Split) -> None:
         _check_settings(config, str(split.root))
         return
     settings = {
-        f"loss.name is {config.loss.name}": config.loss.is_labels_loss,
+        f"loss.name is {config.loss.name}": config.loss.is_for_other_labels,
         f"run.f1_threshold is {config.run.f1_threshold:g}": config.run.f1_threshold != 0.5,
     }
     for setting, is_set in settings.items():

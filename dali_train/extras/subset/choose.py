@@ -92,7 +92,7 @@ def subset(
             images = images[_first_of_each(labels[images], images_per_class, seed)]
         if len(images):
             sources[name] = DatasetSource(split, images, labels[images]).images(root)
-            sources[name].label(labels[images], label_kind)
+            sources[name].relabel(labels[images], label_kind)
     if not sources:
         raise SourceError(f"{root}: the chosen classes have no images")
     return sources, [manifest.class_names[number] for number in chosen]
