@@ -137,7 +137,7 @@ def test_another_reader_is_asked(
 
 def test_labels_out_of_range(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
     change_index(dataset, "label", 0, 77)
-    assert "train: the index has labels 0 to 77, there are 3 classes from 0" in check()[1]
+    assert "train: the index has labels 0 to 77, but dataset.json has 3 labels, counted from 0" in check()[1]
 
 
 def test_missing_truncated_and_strange_files(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
