@@ -33,9 +33,8 @@ test-thorough: $(VENV)/.thorough
 test-core: $(VENV)/.installed
 	$(RUN) $(SIDE_BY_SIDE) tests --ignore tests/extras --ignore tests/verification
 
-# Two processes, as each starts up to four ranks.
 test-fakecuda: $(VENV)/.installed
-	$(RUN) -m pytest --numprocesses 2 --dist worksteal tests/fakecuda
+	$(RUN) $(SIDE_BY_SIDE) --dist worksteal tests/fakecuda
 
 # Debian 12's own Python is 3.11.2, which differs from later ones in what it pickles; without it, PYTHON.
 OLDEST := .venv-oldest
