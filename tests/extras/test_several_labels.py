@@ -131,7 +131,7 @@ def test_index_and_records_have_all_labels(several: Path, table: Path, tmp_path:
         assert "image/class/label" not in features  # who expects one label must not find the number of a set
 
 
-def test_a_column_for_each_class(table: Path, tmp_path: Path) -> None:
+def test_a_column_for_each_class(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of which one may have no images."""
     path = table.with_name("hot.csv")
     heads = ["id", "split", "fox", "cow", *NAMES[:4]]
@@ -148,6 +148,10 @@ def test_a_column_for_each_class(table: Path, tmp_path: Path) -> None:
     expected = {name: tuple(sorted(numbers[one] for one in classes)) for name, classes in EXPECTED.items()}
     assert labels_by_file(tmp_path / "index") == expected
     assert has_validation(path, multi_hot=True)
+    (tmp_path / "names").write_text("cow\n")
+    without_images = ["data", "subset", str(tmp_path / "index"), "--class-list", str(tmp_path / "names")]
+    assert main([*without_images, "--out", str(tmp_path / "cows")]) != 0
+    assert "the chosen classes have no images" in capsys.readouterr().err
     path.write_text(path.read_text().replace(",-1", ",2", 1))
     assert main(["data", "index", str(path), "--out", str(tmp_path / "wrong"), "--multi-hot"]) == 2
     path.unlink()

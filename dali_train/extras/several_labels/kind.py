@@ -35,7 +35,7 @@ class SetsOfClasses(LabelKind):
     evaluator: ClassVar = Extra("dali_train.extras.several_labels.evaluation:SeveralLabelsEvaluator")
 
     def __init__(self, sets: Sequence[tuple[int, ...]]) -> None:
-        self.padded = np.full((len(sets), max(map(len, sets)) or 1), -1, dtype=np.int32)
+        self.padded = np.full((len(sets), max(map(len, sets), default=0) or 1), -1, dtype=np.int32)
         for number, classes in enumerate(sets):
             self.padded[number, : len(classes)] = classes
 
