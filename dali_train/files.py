@@ -358,6 +358,7 @@ def _remove_abandoned(path: Path) -> None:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             return
         with open_regular(path / _IN_USE) as lock:
+            # A process that has ended meanwhile has renamed this file: its semaphores live a moment longer.
             if not try_lock(lock) or not os.path.samestat(os.fstat(lock.fileno()), (path / _IN_USE).lstat()):
                 return
             for semaphore in _SEMAPHORES.glob(f"sem.{path.name}-*"):

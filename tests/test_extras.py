@@ -32,9 +32,8 @@ from dali_train.extras.mirror import mirror
 from dali_train.extras.mixture import kind as mixture
 from dali_train.extras.plan import auto_micro_batch
 from dali_train.extras.predict import classify, mistakes
-from dali_train.extras.several_labels import evaluation, judged, labels, losses
-from dali_train.extras.several_labels import kind as label_kinds
-from dali_train.extras.several_labels.kind import SetsOfClasses
+from dali_train.extras.several_labels import evaluation, judged, labels, losses, sets_of_classes
+from dali_train.extras.several_labels.sets_of_classes import SetsOfClasses
 from dali_train.extras.tensor_grids import grid_layouts
 from dali_train.hooks import hook_list
 from dali_train.parallel import tensor
@@ -63,7 +62,7 @@ EXTRAS: list[tuple[Extra[Any], Any]] = [
     pair(Extra[index.KindOfDataset]("dali_train.extras.mixture.kind"), mixture),
     pair(loader.DALI_READER, dali_reader.DaliReaderPipeline),
     pair(manifest.SETS_OF_CLASSES, SetsOfClasses),
-    pair(label_kinds.MULTI_HOT, labels.MultiHot),
+    pair(sets_of_classes.MULTI_HOT, labels.MultiHot),
     pair(Extra[Callable[[Config, Split], None]](rows_of_extras("CHECKS_OF_SPLIT")[0].name), labels.check_labels),
     pair(Extra[MakeLoss](SetsOfClasses.loss.name), losses.SeveralLabelsLoss),
     pair(Extra[type[metrics.Evaluator]](SetsOfClasses.evaluator.name), evaluation.SeveralLabelsEvaluator),

@@ -36,8 +36,8 @@ from dali_train.extras.proof.prove import prove
 from dali_train.extras.several_labels import LOSSES_OF_SEVERAL
 from dali_train.extras.several_labels.evaluation import SeveralLabelsEvaluator, average_precisions, f1_scores
 from dali_train.extras.several_labels.judged import JudgedSeveral
-from dali_train.extras.several_labels.kind import SetsOfClasses
 from dali_train.extras.several_labels.labels import BINARY_TARGETS, MultiHot
+from dali_train.extras.several_labels.sets_of_classes import SetsOfClasses
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined

@@ -46,7 +46,7 @@ from dali_train.data.dataset.manifest import (
     cache_directory,
 )
 from dali_train.data.dataset.verify import verify_shards
-from dali_train.data.dataset.write_index import Features, map_shards, write_index
+from dali_train.data.dataset.write_index import map_shards, write_index
 from dali_train.data.progress import SHORT_S, Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError, RunError
@@ -244,15 +244,13 @@ def _write_index(conversion: Conversion, shards_of: Mapping[SplitName, Mapping[i
         }
         for split, shards in done.items()
     }
-    label_kind = next(iter(conversion.splits.values())).label_kind
     write_index(
         conversion.out,
         {split: [shard.indexed for shard in shards] for split, shards in done.items()},
         label_base=LABEL_BASE,
         class_names=conversion.class_names,
         conversion={"options": conversion.identity(), "report": report},
-        label_kind=label_kind,
-        features=Features(label=label_kind.label_key),
+        label_kind=next(iter(conversion.splits.values())).label_kind,
     )
     return [
         f"{split}: {plural(count, 'image')}: {kind}"

@@ -30,7 +30,7 @@ from dali_train.runtime.object_store import Bucket, MissingObjectError, ObjectSt
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; a label that is no class number must not claim memory for its names
 IMAGE_KEY = "image/encoded"
 SETS_OF_CLASSES = Extra[Callable[[Sequence[tuple[int, ...]]], LabelKind]](
-    "dali_train.extras.several_labels.kind:SetsOfClasses", "a dataset with several labels an image"
+    "dali_train.extras.several_labels.sets_of_classes:SetsOfClasses", "a dataset with several labels an image"
 )
 _MAX_BYTES = 1 << 28  # of dataset.json: a million class names and 100,000 shards take a tenth of it
 _MAX_LABEL = (1 << 31) - 1  # labels are int32

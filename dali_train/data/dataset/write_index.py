@@ -191,7 +191,7 @@ def write_index(
     class_names: Sequence[str],
     conversion: dict[str, Any] | None = None,
     label_kind: LabelKind = CLASSES,
-    features: Features = DEFAULT_FEATURES,
+    features: Features | None = None,
 ) -> Manifest:
     """Write the columnar index, DALI's text index and ``dataset.json``.
 
@@ -202,11 +202,13 @@ def write_index(
         indexed: the shards of each split, whose ``rows["label"]`` are filled in.
         conversion: what ``dataset.json`` keeps about how the records were made.
         label_kind: of the labels.
+        features: those of the records; None: as a conversion calls them.
 
     Raises:
         DatasetError: some shards hold images and others raw pixels.
     """
     encoding = common_encoding(root, indexed)
+    features = features or Features(label=label_kind.label_key)
     (root / "dataset.json").unlink(missing_ok=True)
     splits: dict[str, SplitManifest] = {}
     for split, parts in indexed.items():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
-from dali_train.extras.several_labels.kind import SetsOfClasses
+from dali_train.extras.several_labels.sets_of_classes import SetsOfClasses
 from dali_train.text import printable
 from dali_train.training.metrics import EvaluationResult, Evaluator, Totals, classes_ahead
 

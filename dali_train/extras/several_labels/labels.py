@@ -10,7 +10,7 @@ from dali_train.config.check import Mark, as_typed
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.extras.several_labels import LOSSES_OF_SEVERAL
-from dali_train.extras.several_labels.kind import SetsOfClasses, data_remedies, refuse
+from dali_train.extras.several_labels.sets_of_classes import SetsOfClasses, data_remedies, refuse
 
 BINARY_TARGETS = ("two-way", "zlpr")
 """Losses that rank an image's classes above the others, so that a target is 0 or 1."""

@@ -16,8 +16,8 @@ from torch import nn
 from dali_train.config import Config, LossConfig
 from dali_train.errors import ConfigError
 from dali_train.extras.several_labels import LOSSES_OF_SEVERAL
-from dali_train.extras.several_labels.kind import SetsOfClasses
 from dali_train.extras.several_labels.labels import MultiHot
+from dali_train.extras.several_labels.sets_of_classes import SetsOfClasses
 from dali_train.training.loss import TrainingClasses, at_least_float32, dense_binary_cross_entropy
 
 DenseLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
