@@ -17,6 +17,11 @@ RUN := $(VENV)/bin/python
 .PHONY: quickstart test test-thorough test-core test-fakecuda test-oldest check check-ratios bench-gpu clean
 .DELETE_ON_ERROR:
 
+# Environments are set up with `pip --no-compile`: what is imported, Python compiles at its first import, which takes less
+# than half a minute, and all that is installed most of one. With this variable, as many images have it, it would do so at
+# each start of a program, for six seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 quickstart: $(VENV)/.installed
 	$(RUN) -m dali_train quickstart
 
@@ -73,7 +78,6 @@ check-ratios: $(VENV)/.installed
 	$(RUN) -m tools.bench.check_ratios
 
 # Nearly all of the download is torch with CUDA; it runs without a GPU as well.
-# Python compiles what is imported, at its first import; compiling all that is installed would take most of a minute.
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dali_train needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	@echo "setting up $(VENV): about 6 GB, a few minutes on a fast connection"
