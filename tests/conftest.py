@@ -1,6 +1,7 @@
 """Small real datasets and real runs for the tests."""
 
 import functools
+import gc
 import io
 import os
 from collections.abc import Callable, Generator, Iterator
@@ -88,6 +89,15 @@ def pytest_collection() -> Generator[None, object, object]:
     """Exempt what the tests import from garbage collection."""
     with uncollected():
         return (yield)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected_once() -> Iterator[None]:
+    """Exempt what a file of tests leaves, which is mostly what it has imported, from later garbage collections: each
+    loader that is closed has one."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

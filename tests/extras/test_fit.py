@@ -227,7 +227,8 @@ def index(photos: Path) -> Path:
 
 @pytest.mark.thorough
 def test_a_time_is_tried_with_several_processes(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dali_train.extras.init.trial._SHARE", 0.0)  # no longer than a trial for a minute
+    monkeypatch.setattr("dali_train.extras.init.trial._SHARE", 0.0)
+    monkeypatch.setattr("dali_train.extras.init.trial._SHORTEST_S", 0.0)  # the fewest steps are a trial
     assert cli.main(words(f"init {index} --output {tmp_path / 'config.py'} --for 15m --num-processes 2")) == 0
     assert load_config(tmp_path / "config.py").run.epochs >= 1
 
