@@ -224,6 +224,8 @@ def _serve(jobs: Connection) -> None:
             os.close(listener)
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(num_threads)  # of a test's config, which would change the bits of later runs
+        if torch.cuda.is_initialized():
+            torch.cuda.set_device(0)  # it was that of the job's rank
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         gc.collect()

@@ -1,7 +1,6 @@
 """Every setting that docs/exactness.md names, and every layout, on fake GPUs: what one process computes on a CPU, and
 without a wait of the host inside a step."""
 
-import re
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
@@ -246,16 +245,12 @@ def test_ddp_reads_its_timers_in_its_first_passes_only(tmp_path: Path) -> None:
     assert statuses == [0, 0], (tmp_path / "log").read_text()
 
 
-# What is called while a graph is captured, and the pattern of what is said of it. torch itself refuses the copy, or
-# leaves that to the runtime, depending on what the process has done before.
+# What is called while a graph is captured, and what is said of it.
 CAPTURED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "nothing": (lambda loss: None, ""),
     "a value read": (torch.Tensor.item, "cudaStreamSynchronize while a graph is captured"),
     "the device awaited": (lambda loss: torch.cuda.synchronize(), "cudaDeviceSynchronize while a graph is captured"),
-    "a copy to pageable memory": (
-        torch.Tensor.cpu,
-        "Cannot copy between CPU and CUDA tensors during CUDA graph|copy to pageable memory while a graph is captured",
-    ),
+    "a copy to pageable memory": (torch.Tensor.cpu, "Cannot copy between CPU and CUDA tensors during CUDA graph"),
 }
 
 
@@ -276,7 +271,7 @@ def capture(name: str) -> None:
 def test_a_graph_is_captured_by_cudas_rules(name: str, tmp_path: Path) -> None:
     statuses = POOL.run(1, capture, name, log=tmp_path / "log")
     refused = CAPTURED[name][1]
-    assert statuses == [int(bool(refused))] and re.search(refused, (tmp_path / "log").read_text())
+    assert statuses == [int(bool(refused))] and refused in (tmp_path / "log").read_text()
 
 
 def test_all_settings_of_the_table_are_here() -> None:
