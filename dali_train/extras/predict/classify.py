@@ -431,6 +431,7 @@ def _classify(
 def logits(model: nn.Module, images: torch.Tensor, data: DataConfig) -> torch.Tensor:
     """Return the mean logits, (n, classes), over the views of data.eval_views."""
     weights = VIEWS[data.eval_views]
+    images = images.contiguous(memory_format=torch.channels_last)  # a CPU convolves them in up to half the time
     return weighted_mean([model(view) for view in views_of(images, len(weights))], weights)
 
 

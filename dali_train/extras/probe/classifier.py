@@ -78,8 +78,10 @@ def probe(config: Config, output: Path | None) -> str:
         raise ConfigError("all training images are of one class: a classifier needs two")
     place = Place.find(0, 1, None, choose_device(config.run.device, Launch()), config.data.num_threads)
     tensors = fitting_weights(config.model, train.num_classes, train.manifest.class_names)
-    config = with_plain_model(config).replace({"precision.dtype": "fp32"})
-    model = build_model(config, train.num_classes, place.device, with_weights=True, tensors=tensors).eval()
+    plain = with_plain_model(config).replace({"precision.dtype": "fp32"})
+    model = build_model(plain, train.num_classes, place.device, with_weights=True, tensors=tensors).eval()
+    # Of the images alone: convolutions are as fast, and weights in another layout could not be written.
+    config = plain.replace({"model.channels_last": config.model.channels_last})
     for difference in differences_from_training(config, model):
         print(f"warning: {difference}", flush=True)  # before the pass, which takes long
     layer = _classifier(model, config.model.name)
