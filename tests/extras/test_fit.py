@@ -326,6 +326,32 @@ def test_a_config_with_weights(
     assert load_config(tmp_path / "long.py").optimizer.groups == ()
 
 
+def test_images_per_step(photos: Path, tmp_path: Path) -> None:
+    """Networks whose BatchNorms keep the statistics of pretrained weights have one rate, for 64 images."""
+    for number, source in enumerate(sorted(photos.rglob("*.jpg"))[:2]):
+        folder = tmp_path / "photos" / f"class-{number}"
+        folder.mkdir(parents=True)
+        for copy in range(2_500):
+            (folder / f"{copy}.jpg").hardlink_to(source)
+    assert cli.main(words(f"data index {tmp_path / 'photos'} --out {tmp_path / 'index'}")) == 0
+    for model, with_weights, images in (
+        ("resnet18", True, 64),
+        ("resnet18", False, 128),
+        ("vit_tiny_patch16_224", True, 128),
+    ):
+        weights = tmp_path / f"{model}.pth"
+        weights.touch()
+        config = tmp_path / f"{model}_{with_weights}.py"
+        write_config(
+            str(tmp_path / "index"),
+            config,
+            gpu_memory_gb=16,
+            model=model,
+            weights=str(weights) if with_weights else None,
+        )
+        assert load_config(config).batch.global_batch == images
+
+
 @pytest.mark.parametrize(
     ("fraction", "epochs", "every", "reason"),
     [

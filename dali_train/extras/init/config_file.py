@@ -59,8 +59,16 @@ class _Choice:
     dtype_reason: str = "faster on GPUs since Ampere"
 
     @property
+    def keeps_statistics(self) -> bool:
+        """Whether BatchNorms keep those of pretrained weights, for which the settings are measured, see
+        docs/measurements/accuracy.md."""
+        return self.has_batch_norm and self.pretrained is not None
+
+    @property
     def global_batch(self) -> int:
-        return 256 if len(self.split) >= 50_000 else 128 if len(self.split) >= 5_000 else 64
+        if len(self.split) >= 50_000:
+            return 256
+        return 64 if len(self.split) < 5_000 or self.keeps_statistics else 128
 
     @property
     def steps_per_epoch(self) -> float:
@@ -287,14 +295,14 @@ def _network(choice: _Choice, small: bool) -> str:
     if choice.pretrained is not None:
         lines.append(f"weights={json.dumps(choice.pretrained.weights)},")
         lines += [f"kwargs={choice.pretrained.kwargs!r},"] if choice.pretrained.kwargs else []
-        if choice.has_batch_norm:  # measured: docs/measurements/accuracy.md
+        if choice.keeps_statistics:
             lines.append('freeze=("batch-norm",),  # their statistics are of more images than these')
     return "\n        ".join(lines)
 
 
 def _optimizer(choice: _Choice) -> str:
     """Return the line of the section optimizer, with a comment above it."""
-    if choice.has_batch_norm and choice.pretrained is not None:
+    if choice.keeps_statistics:
         groups, comment = "", "The best of those tried with few images"
         if choice.classifiers and choice.epochs * choice.steps_per_epoch < _FEW_STEPS:
             rows = tuple((f"{name}.*", 10, 1) for name in choice.classifiers)
