@@ -60,7 +60,7 @@ class _Choice:
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether BatchNorms keep those of pretrained weights, for which the settings are measured, see
+        """Whether BatchNorms keep the statistics of pretrained weights. The settings of this case are measured:
         docs/measurements/accuracy.md."""
         return self.has_batch_norm and self.pretrained is not None
 
