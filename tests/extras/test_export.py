@@ -371,6 +371,25 @@ def test_tables_of_predictions_are_the_averages(
     assert f"lowest: {worst['class']} ({float(worst['accuracy']):.1%} of {worst['images']})" in printed
 
 
+class FlatteningModel(torch.nn.Module):
+    """Views its images as vectors, which torch refuses of images with the channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_classes = 3
+        self.pretrained_cfg = {"input_size": (3, 32, 32)}
+        self.head = torch.nn.Linear(3 * 32 * 32, self.num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(images.view(len(images), -1))
+
+
+@pytest.mark.parametrize("decoder", ["dali", "pil"])
+def test_a_model_of_the_users_gets_contiguous_images(decoder: Any, photographs: list[Path]) -> None:
+    predictions = dali_train.predict(FlatteningModel().eval(), photographs, decoder=decoder)
+    assert predictions.classes.shape == (len(photographs), 3)
+
+
 def test_predictions_are_the_mean_over_the_views_of_the_evaluation(
     finished: Path, photographs: list[Path], tmp_path: Path
 ) -> None:

@@ -367,7 +367,8 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
     storage = open_storage(split, data)
     encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
     with_pil = _with_pil(encoded, [f"image {number}" for number in numbers], data)
-    decoded = {"DALI": batches_of(split, data), "PIL": with_pil}
+    with_dali = batches_of(split, data, channels_last=trained.config.model.channels_last)
+    decoded = {"DALI": with_dali, "PIL": with_pil}
     compare = _compare if split.label_kind.is_class else COMPARE_SEVERAL.load()
     lines, scores = compare(trained, split, decoded)
     print("\n".join(lines))
@@ -431,17 +432,26 @@ def _classify(
 def logits(model: nn.Module, images: torch.Tensor, data: DataConfig) -> torch.Tensor:
     """Return the mean logits, (n, classes), over the views of data.eval_views."""
     weights = VIEWS[data.eval_views]
-    images = images.contiguous(memory_format=torch.channels_last)  # a CPU convolves them in up to half the time
     return weighted_mean([model(view) for view in views_of(images, len(weights))], weights)
 
 
-def batches_of(split: Split, data: DataConfig, numbers: NDArray[np.int64] | None = None) -> Iterator[torch.Tensor]:
+def batches_of(
+    split: Split, data: DataConfig, numbers: NDArray[np.int64] | None = None, *, channels_last: bool = False
+) -> Iterator[torch.Tensor]:
     """Yield batches of the images of `split` with these `numbers`, (n,), or of all, exactly as an evaluation on the CPU
-    sees them."""
+    sees them.
+
+    Args:
+        channels_last: as in the model's config: a CPU convolves such images in up to half the time.
+    """
     numbers = np.arange(len(split)) if numbers is None else numbers
     batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
     pixels = PixelFormat(
-        device_id=None, num_threads=data.num_threads or 2, dtype=torch.float32, channels_last=False, pinned=False
+        device_id=None,
+        num_threads=data.num_threads or 2,
+        dtype=torch.float32,
+        channels_last=channels_last,
+        pinned=False,
     )
     pipeline = EvaluationPipeline(split, batches, data, pixels)
     for _ in batches:

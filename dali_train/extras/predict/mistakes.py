@@ -120,7 +120,7 @@ def _judge(trained: TrainedModel, split: Split) -> _Judged:
     labels = torch.from_numpy(split.rows["label"].astype(np.int64))
     predictions, scores, of_truth = [], [], []
     done = 0
-    for images in batches_of(split, trained.config.data):
+    for images in batches_of(split, trained.config.data, channels_last=trained.config.model.channels_last):
         probabilities = logits(trained.model, images, trained.config.data).softmax(dim=-1)
         best = probabilities.max(dim=-1)
         scores.append(best.values)

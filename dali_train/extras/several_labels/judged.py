@@ -68,7 +68,8 @@ class JudgedSeveral:
 
 
 def judge_several(trained: TrainedModel, split: Split) -> JudgedSeveral:
-    return JudgedSeveral(own_classes(split), _logits(trained, batches_of(split, trained.config.data)))
+    batches = batches_of(split, trained.config.data, channels_last=trained.config.model.channels_last)
+    return JudgedSeveral(own_classes(split), _logits(trained, batches))
 
 
 @torch.inference_mode()

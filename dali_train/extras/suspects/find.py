@@ -153,7 +153,7 @@ def _described(
     labels = split.rows["label"][numbers].astype(np.int64)
     likeliest: list[tuple[int, float]] = []
     with Progress("looking at suspects", total=len(numbers), unit="images") as progress:
-        for images in batches_of(split, config.data, numbers):
+        for images in batches_of(split, config.data, numbers, channels_last=config.model.channels_last):
             probabilities = logits(trained.model, images, config.data).softmax(dim=-1)
             own = torch.from_numpy(labels[len(likeliest) : len(likeliest) + len(images)])
             others = probabilities.scatter(1, own[:, None], -1.0).max(dim=-1)
